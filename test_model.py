@@ -1,0 +1,1127 @@
+"""Tests: identities rather than snapshots, on CPU, over every mode of RESIDUAL_MODES.
+
+    python -m pytest                  everything but what is marked slow
+    python -m pytest -m slow          the long runs
+    python -m pytest -k attnres       what has a word in its name
+"""
+import csv
+import dataclasses
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import eval as evaluation
+import model as model_file
+import prepare_fineweb
+import train
+from model import GPT, KNOBS, RESIDUAL_MODES, GPTConfig, KVCache, depth_mix
+from prepare_fineweb import UserError
+
+HERE = Path(__file__).resolve().parent
+MODES = list(RESIDUAL_MODES)
+ROUTED = [m for m in MODES if RESIDUAL_MODES[m].knobs]
+SMALL = dict(vocab_size=61, n_layer=3, n_head=4, n_kv_head=2, n_embd=32, n_ffn=48, seq_len=16)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Helpers
+
+
+def make(mode, seed=0, randomise=True, dtype=torch.float64, **changes):
+    """A small model; `randomise` moves gains and residual parameters away from their neutral start."""
+    torch.manual_seed(seed)
+    model = GPT(GPTConfig(**SMALL | dict(residual_mode=mode) | changes)).to(dtype)
+    if randomise:
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                if p.dim() == 1:
+                    p.add_(torch.randn_like(p) * (0.5 if name.startswith("residual") else 0.2))
+    return model
+
+
+def tokens(batch=2, length=16, seed=1, vocab=61):
+    return torch.randint(vocab, (batch, length + 1), generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(model, idx):
+    return model(idx[:, :-1], idx[:, 1:])[1]
+
+
+def gradients(model, idx):
+    model.zero_grad()
+    loss = loss_of(model, idx)
+    loss.backward()
+    return loss.detach(), {n: p.grad for n, p in model.named_parameters()}
+
+
+def assert_close(a, b, tol):
+    """Largest difference, relative to the largest value."""
+    if isinstance(a, dict):
+        assert a.keys() == b.keys()
+        scale = max(v.abs().max() for v in b.values())
+        for name in a:
+            assert (a[name] - b[name]).abs().max() <= tol * scale, name
+    else:
+        assert (a - b).abs().max() <= tol * b.abs().max().clamp_min(1e-300)
+
+
+def run_script(script, *args, processes=1, timeout=180, **env):
+    """A real command line; with processes > 1 under torchrun."""
+    launch = [sys.executable] + (["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+                                 if processes > 1 else [])
+    return subprocess.run([*launch, str(script), *map(str, args)], capture_output=True, text=True, timeout=timeout,
+                          env={**os.environ, "OMP_NUM_THREADS": "1", **env})
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    """Token shards made from generated text: 120 documents, 20 % of them held out."""
+    root = tmp_path_factory.mktemp("data")
+    (root / "text").mkdir()
+    rng = np.random.default_rng(0)
+    words = ["".join(chr(97 + c) for c in rng.integers(26, size=rng.integers(2, 9))) for _ in range(200)]
+    for i in range(120):
+        text = " ".join(rng.choice(words, size=rng.integers(50, 300)))
+        (root / "text" / f"{i:03d}.txt").write_text(text + ("\n<|endoftext|> é ☃" if i % 10 == 0 else ""), "utf-8")
+    prepare_fineweb.main([f"--source={root}/text", f"--out={root}/shards", "--holdout=10", "--shard_tokens=30000",
+                          "--workers=1"])
+    return root / "shards"
+
+
+def flags(data, out, **settings):
+    base = dict(data_dir=data, out_dir=out, n_layer=2, n_head=2, n_embd=32, n_ffn=48, seq_len=32, micro_batch=2,
+                tokens_per_step=256, max_steps=6, lr=1e-2, min_lr=1e-3, warmup_steps=2, eval_every=3, eval_tokens=500,
+                log_every=1, save_every=2, device="cpu", dtype="float64")
+    return [f"--{k}={v}" for k, v in (base | settings).items()]
+
+
+def run_training(data, out, **settings):
+    """Train in this process; returns the rows of log.csv."""
+    cfg, t = train.load_config(flags(data, out, **settings))
+    old = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        train.train(cfg, t)
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+    return read_log(out)
+
+
+def read_log(out):
+    with open(Path(out) / "log.csv", newline="") as f:
+        return list(csv.DictReader(f))
+
+
+def measured(rows):
+    """Log rows without what depends on the clock and the machine."""
+    return [{k: v for k, v in r.items() if k not in ("tok_per_s", "ms", "mem_mb")} for r in rows]
+
+
+def same_weights(a, b):
+    a, b = (torch.load(p, weights_only=True)["model"] for p in (a, b))
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# depth_mix
+
+
+def sources(n=5, d=12, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(2, 3, d, generator=generator, dtype=dtype) for _ in range(n))
+
+
+@pytest.mark.parametrize("heads", [1, 3, 12])
+def test_depth_mix_is_its_equation(heads):
+    s, q = sources(), sources(1, seed=1)[0][0, 0].view(heads, -1)
+    stacked = torch.stack(s)  # (S, B, T, D)
+    keys = stacked / (stacked.square().mean(-1, keepdim=True) + 0.1).sqrt()
+    logits = torch.einsum("sbtgk,gk->sbtg", keys.unflatten(-1, (heads, -1)), q)
+    expected = torch.einsum("sbtg,sbtgk->btgk", logits.softmax(0), stacked.unflatten(-1, (heads, -1))).flatten(-2)
+    assert_close(depth_mix(q, s, eps=0.1), expected, 1e-14)
+    assert torch.equal(depth_mix(q.flatten(), s), depth_mix(q.view(1, -1), s))
+
+
+def test_depth_mix_properties():
+    s, q = sources(), sources(1, seed=1)[0][0, 0]
+    mixed = depth_mix(q, s)
+    assert torch.equal(depth_mix(q, s[:1]), s[0])  # one source: that source, whatever the query
+    assert_close(depth_mix(q, (s[0],) * 4), s[0], 1e-14)
+    assert_close(depth_mix(q * 0, s), sum(s) / len(s), 1e-14)
+    assert_close(depth_mix(q, s[::-1]), mixed, 1e-14)  # order does not matter
+    stacked = torch.stack(s)
+    assert (mixed <= stacked.amax(0) + 1e-12).all() and (mixed >= stacked.amin(0) - 1e-12).all()
+    # the scale of a source does not change the weights, only what it contributes
+    scaled = (7 * s[0], *s[1:])
+    assert_close(depth_mix(q, s, keys=scaled, eps=0), depth_mix(q, s, eps=0), 1e-14)
+    assert not torch.allclose(depth_mix(q, scaled, eps=0), depth_mix(q, s, eps=0))
+    # a head sees only its own channels, and the width-wide norm
+    q3, d = q.view(3, 4), s[0].shape[-1]
+    moved = s[0].clone()
+    moved[..., :4] = s[0][..., :4].flip(-1)  # permuted inside head 0: the norm stays
+    changed = (depth_mix(q3, (moved, *s[1:])) - depth_mix(q3, s)).abs().amax((0, 1))
+    assert (changed[:4] > 1e-3).any() and (changed[4:] < 1e-14).all() and d == 12
+
+
+def test_depth_mix_extremes_are_finite():
+    s, q = list(sources()), sources(1, seed=1)[0][0, 0] * 1e4
+    s[1] = torch.zeros_like(s[1])
+    s = [t.requires_grad_() for t in s]
+    q.requires_grad_()
+    out = depth_mix(q, s)
+    out.sum().backward()
+    assert out.isfinite().all() and all(t.grad.isfinite().all() for t in (*s, q))
+
+
+def test_depth_mix_gradients():
+    s = tuple(t.requires_grad_() for t in sources(3, 6))
+    q = torch.randn(2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    k = tuple(t.requires_grad_() for t in sources(3, 6, seed=5))
+    assert torch.autograd.gradcheck(lambda q, *s: depth_mix(q, s, eps=1e-3), (q, *s))
+    assert torch.autograd.gradcheck(lambda q, *t: depth_mix(q, t[:3], t[3:], eps=1e-3), (q, *s, *k))
+
+
+def test_depth_mix_keeps_no_copies_for_backward():
+    """In bf16: the sources themselves and scalars per token, whatever the number of sites that read them."""
+    s = [t.requires_grad_() for t in sources(6, 256, dtype=torch.bfloat16)]
+    q = torch.zeros(256, requires_grad=True)
+    kept = {}
+    with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: kept.setdefault(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) and t, lambda t: t):
+        for _ in range(3):
+            depth_mix(q, s)
+    assert sum(kept.values()) < 1.35 * sum(t.nbytes for t in s)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The host
+
+
+class PlainGPT(nn.Module):
+    """An ordinary pre-norm Transformer, written by hand: what `standard` has to equal and must not be slower than."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.cfg, D, K = cfg, cfg.n_embd, cfg.head_dim
+        self.embed = nn.Embedding(cfg.vocab_size, D)
+        self.layers = nn.ModuleList(nn.ModuleDict(dict(
+            norm1=nn.RMSNorm(D, cfg.norm_eps), qkv=nn.Linear(D, (cfg.n_head + 2 * cfg.n_kv_head) * K, bias=False),
+            q_norm=nn.RMSNorm(K, cfg.norm_eps), k_norm=nn.RMSNorm(K, cfg.norm_eps),
+            out=nn.Linear(cfg.n_head * K, D, bias=False), norm2=nn.RMSNorm(D, cfg.norm_eps),
+            up=nn.Linear(D, 2 * cfg.n_ffn, bias=False), down=nn.Linear(cfg.n_ffn, D, bias=False)))
+            for _ in range(cfg.n_layer))
+        self.norm = nn.RMSNorm(D, cfg.norm_eps)
+
+    def forward(self, idx, targets):
+        (B, T), K = idx.shape, self.cfg.head_dim
+        x = self.embed(idx)
+        frequency = self.cfg.rope_theta ** (-torch.arange(0, K, 2, dtype=x.dtype) / K)
+        angle = torch.arange(T, dtype=x.dtype)[:, None] * frequency
+        cos, sin = angle.cos(), angle.sin()
+
+        def rotate(t):
+            a, b = t.chunk(2, -1)
+            return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+        for m in self.layers:
+            sizes = [n * K for n in (self.cfg.n_head, self.cfg.n_kv_head, self.cfg.n_kv_head)]
+            q, k, v = m["qkv"](m["norm1"](x)).split(sizes, -1)
+            q, k, v = (t.view(B, T, -1, K).transpose(1, 2) for t in (q, k, v))
+            q, k = rotate(m["q_norm"](q)), rotate(m["k_norm"](k))
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+            x = x + m["out"](y.transpose(1, 2).reshape(B, T, -1))
+            gate, up = m["up"](m["norm2"](x)).chunk(2, -1)
+            x = x + m["down"](F.silu(gate) * up)
+        logits = F.linear(self.norm(x), self.embed.weight)
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def names(self):
+        """Own parameter name -> name in GPT."""
+        out = {"embed.weight": "embed.weight", "norm.weight": "gain"}
+        for i in range(self.cfg.n_layer):
+            for own, s, name in (("norm1", 0, "gain"), ("qkv", 0, "qkv.weight"), ("q_norm", 0, "q_gain"),
+                                 ("k_norm", 0, "k_gain"), ("out", 0, "out.weight"), ("norm2", 1, "gain"),
+                                 ("up", 1, "up.weight"), ("down", 1, "down.weight")):
+                out[f"layers.{i}.{own}.weight"] = f"sublayers.{2 * i + s}.{name}"
+        return out
+
+
+def test_standard_equals_a_plain_transformer():
+    model, idx = make("standard", norm_eps=1e-2), tokens()
+    plain = PlainGPT(model.cfg).double()
+    plain.load_state_dict({own: model.state_dict()[name] for own, name in plain.names().items()})
+    loss, grads = gradients(model, idx)
+    plain_loss, plain_grads = gradients(plain, idx)
+    assert_close(loss, plain_loss, 1e-12)
+    assert_close(model(idx)[0], plain(idx, idx)[0], 1e-10)
+    assert_close({own: grads[name] for own, name in plain.names().items()}, plain_grads, 1e-10)
+
+
+def test_standard_is_as_fast_as_a_plain_transformer():
+    cfg = GPTConfig(vocab_size=257, n_layer=4, n_head=4, n_kv_head=2, n_embd=128, seq_len=128)
+    models, idx = [PlainGPT(cfg), GPT(cfg)], tokens(8, 128)
+    for _ in range(3):  # the machine may be busy: one clean measurement is enough
+        seconds = [[], []]
+        for _ in range(21):
+            for model, times in zip(models, seconds):
+                start = time.perf_counter()
+                gradients(model, idx)
+                times.append(time.perf_counter() - start)
+        ratio = sorted(seconds[0])[10] / sorted(seconds[1])[10]
+        print(f"speed of standard relative to a plain Transformer: {ratio:.3f}")
+        if ratio >= 0.97:
+            return
+    pytest.fail(f"standard runs at {ratio:.3f} of a plain Transformer's speed")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("changes", [{}, dict(qk_norm=False, tie_embeddings=False, head_dim=6, n_kv_head=1)])
+def test_shapes_and_start(mode, changes):
+    model, idx = make(mode, randomise=False, dtype=torch.float32, **changes), tokens()
+    logits, loss = model(idx[:, :-1], idx[:, 1:])
+    assert logits.shape == (2, 16, 61) and logits.dtype == torch.float32
+    assert abs(loss.item() - math.log(61)) < 0.3
+    assert model(idx)[1] is None
+    ignored = idx[:, 1:].clone()
+    ignored[:, 8:] = -1
+    kept = F.cross_entropy(logits[:, :8].flatten(0, 1), idx[:, 1:9].flatten())
+    assert_close(model(idx[:, :-1], ignored)[1], kept, 1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_parameter_gets_its_start_from_the_init_function(mode):
+    model = make(mode, randomise=False)
+    before = {n: p.clone() for n, p in model.state_dict().items()}
+    for p in (*model.parameters(), *model.buffers()):
+        nn.init.constant_(p, math.nan)
+    torch.manual_seed(0)
+    model.init_weights()
+    assert all(p.isfinite().all() for p in model.state_dict().values())
+    torch.manual_seed(0)
+    again = GPT(model.cfg).double()  # drawn in float32
+    assert all(torch.equal(again.state_dict()[n], before[n]) for n in before)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_of_one_seed_share_all_other_weights(mode):
+    mine, base = make(mode, randomise=False).state_dict(), make("standard", randomise=False).state_dict()
+    assert all(torch.equal(mine[n], base[n]) for n in base)
+    assert all(n.startswith("residual.") for n in mine.keys() - base.keys())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_future_tokens_do_not_matter(mode):
+    model, idx = make(mode), tokens()
+    other = idx.clone()
+    other[:, 9:] = (other[:, 9:] + 1) % 61
+    a, b = model(idx[:, :16])[0], model(other[:, :16])[0]
+    assert torch.equal(a[:, :9], b[:, :9]) and not torch.allclose(a[:, 9:], b[:, 9:])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_generation_with_a_cache_equals_the_full_forward(mode):
+    model, idx = make(mode), tokens()[:, :16]
+    cache, full = KVCache(model.cfg, 2, 16, "cpu", torch.float64), model(idx)[0]
+    pieces = [model(part, cache=cache)[0] for part in idx.split([5, 4, 1, 1, 1, 4], dim=1)]
+    assert_close(torch.cat(pieces, 1), full, 1e-12)
+    greedy, out = idx[:, :3], model.generate(idx[:, :3], 10, temperature=0)
+    for _ in range(10):
+        greedy = torch.cat([greedy, model(greedy)[0][:, -1].argmax(-1, keepdim=True)], 1)
+    assert torch.equal(out, greedy)
+
+
+def test_generation_edge_cases():
+    model, idx = make("standard"), tokens()
+    for top_k in (0, 1, 10**9):
+        for temperature in (0, 1e-6, 1.0):
+            out = model.generate(idx[:, :4], 20, temperature, top_k)  # runs past seq_len
+            assert out.shape == (2, 24) and torch.equal(out[:, :4], idx[:, :4])
+    assert model.generate(torch.cat([idx] * 3, 1), 3).shape == (2, 54)  # a prompt longer than seq_len
+    assert torch.equal(model.generate(idx, 5, 1.0, 1), model.generate(idx, 5, 0.0))
+    with pytest.raises(ValueError, match="prompt is empty"):
+        model.generate(idx[:, :0], 3)
+    firsts = {tuple(model.generate(idx[:1, :2].expand(3, 2), 1)[:, -1].tolist()) for _ in range(20)}
+    assert len(firsts) > 10  # samples of one batch are independent
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_remat_gives_the_same_gradients_bit_for_bit(mode):
+    plain, remat = make(mode), make(mode, remat=True)
+    (loss, grads), (loss_2, grads_2) = gradients(plain, tokens()), gradients(remat, tokens())
+    assert torch.equal(loss, loss_2) and all(torch.equal(grads[n], grads_2[n]) for n in grads)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_whole_model_traces_as_one_graph(mode):
+    torch._dynamo.reset()
+    model, idx = make(mode, dtype=torch.float32, n_layer=2), tokens()
+    loss, grads = gradients(model, idx)
+    model.compile(backend="aot_eager", fullgraph=True, dynamic=False)
+    loss_2, grads_2 = gradients(model, idx)
+    assert_close(loss, loss_2, 1e-6)
+    assert_close(grads, grads_2, 1e-5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_parameter_acts(mode):
+    """A gradient on the first step for each, so that DDP needs no search, and none that stays zero."""
+    model, idx = make(mode, randomise=False), tokens(4)
+    loss, grads = gradients(model, idx)
+    assert all(g is not None for g in grads.values())
+    scale = max(g.abs().max() for g in grads.values())
+    assert [n for n, g in grads.items() if g.abs().max() < 1e-12 * scale] == []
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_optimizer_groups_are_a_partition(mode):
+    model = make(mode, tie_embeddings=False)
+    groups, names = model.param_groups(0.1, 3.0), {p: n for n, p in model.named_parameters()}
+    found = [names[p] for g in groups for p in g["params"]]
+    assert sorted(found) == sorted(names.values())
+    for g in groups:
+        for n in (names[p] for p in g["params"]):
+            matrix = n.endswith((".qkv.weight", ".out.weight", ".up.weight", ".down.weight"))
+            assert g["weight_decay"] == (0.1 if matrix else 0.0), n
+            assert g["lr_mult"] == (3.0 if n.startswith("residual.") else 1.0), n
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_thirty_steps_overfit_a_batch(mode):
+    model, idx = make(mode, randomise=False, dtype=torch.float32), tokens()
+    optimizer = torch.optim.AdamW(model.param_groups(0.0), lr=1e-2)
+    before = loss_of(model, idx).item()
+    for _ in range(30):
+        gradients(model, idx)
+        optimizer.step()
+    assert loss_of(model, idx).item() < 0.2 * before
+
+
+def test_autocast_keeps_streams_in_bf16_and_logits_in_fp32():
+    for mode in MODES:
+        model, seen = make(mode, dtype=torch.float32), []
+        for sublayer in model.sublayers:
+            sublayer.register_forward_hook(lambda m, x, y, seen=seen: seen.append({x[0].dtype, x[1].dtype, y.dtype}))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert model(tokens())[0].dtype == torch.float32
+        assert set().union(*seen) == {torch.bfloat16}, mode
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Modes: what they read, and what they reduce to
+
+# Sources of sites 0 .. 6 of a 3-layer model by hand: e the embedding, digits the outputs they sum
+SOURCE_TABLE = {
+    ("attnres", ()): ["e", "e 0", "e 0 1", "e 0 1 2", "e 0 1 2 3", "e 0 1 2 3 4", "e 0 1 2 3 4 5"],
+    ("attnres_block", (("depth_block", 2),)): ["e", "e 0", "e 01", "e 01 2", "e 01 23", "e 01 23 4", "e 01 23 45"],
+    ("attnres_block", (("depth_block", 4),)): ["e", "e 0", "e 01", "e 012", "e 0123", "e 0123 4", "e 0123 45"],
+    ("attnres_block", (("depth_block", 5),)): ["e", "e 0", "e 01", "e 012", "e 0123", "e 01234", "e 01234 5"],
+}
+
+
+@pytest.mark.parametrize("mode, knobs", SOURCE_TABLE, ids=str)
+def test_sources_of_each_site(mode, knobs):
+    model = make(mode, **dict(knobs))
+    outputs = {name: torch.randn(1, 1, 32).double() for name in "e012345"}
+    state, res = model.residual.start(outputs["e"]), model.residual
+    seen = []
+    res.mix = lambda site, sources: seen.append(sources) or sources[0]
+    for site in range(7):
+        res.read(site, state)
+        if site < 6:
+            state = res.write(site, state, outputs[str(site)])
+    for site, row in enumerate(SOURCE_TABLE[mode, knobs]):
+        expected = [sum(outputs[c] for c in name) for name in row.split()]
+        assert len(seen[site]) == len(expected) == res.n_sources(site)
+        assert all(torch.allclose(a, b) for a, b in zip(seen[site], expected)), site
+        assert (str(site) in res.query) == (len(expected) > 1)
+
+
+@pytest.mark.parametrize("eps", [1e-6, 1e-2])
+@pytest.mark.parametrize("mode", MODES)
+def test_the_start_is_exactly_standard(mode, eps):
+    """Zero queries read the mean of a partition of the stream; the scaled epsilon makes that exact."""
+    model, base = (make(m, randomise=False, norm_eps=eps) for m in (mode, "standard"))
+    idx = tokens()
+    (loss, grads), (base_loss, base_grads) = gradients(model, idx), gradients(base, idx)
+    assert_close(model(idx)[0], base(idx)[0], 1e-12)
+    assert_close(loss, base_loss, 1e-12)
+    assert_close({n: grads[n] for n in base_grads}, base_grads, 1e-10)
+
+
+@pytest.mark.parametrize("mode", ROUTED)
+def test_queries_change_the_function(mode):
+    assert not torch.allclose(make(mode)(tokens())[0], make("standard")(tokens())[0], atol=1e-3)
+
+
+def copy_of(model, mode, **changes):
+    """The same parameters in another mode."""
+    other = make(mode, **changes)
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+def test_depth_blocks_of_one_sublayer_are_the_full_form():
+    full, idx = make("attnres"), tokens()
+    block = copy_of(full, "attnres_block", depth_block=1)
+    (loss, grads), (loss_2, grads_2) = gradients(full, idx), gradients(block, idx)
+    assert torch.equal(loss, loss_2) and all(torch.equal(grads[n], grads_2[n]) for n in grads)
+
+
+def test_one_huge_depth_block_has_two_sources():
+    res = make("attnres_block", depth_block=100).residual
+    assert [res.n_sources(s) for s in range(7)] == [1] + [2] * 6
+
+
+@pytest.mark.parametrize("depth_block", [1, 2, 3, 4, 5, 6, 7])
+def test_sources_add_up_to_the_stream(depth_block):
+    res = make("attnres_block", depth_block=depth_block, n_layer=5).residual
+    e, *y = sources(11, 32)
+    state, x = res.start(e), e
+    for site in range(10):
+        state, x = res.write(site, state, y[site]), x + y[site]
+        assert_close(sum(state), x, 1e-14)
+    assert len(state) == res.n_sources(10) == 1 + math.ceil(10 / depth_block)
+
+
+def test_default_depth_blocks():
+    sizes = {12: 4, 16: 4, 24: 6, 28: 8, 36: 10}
+    assert {n: GPTConfig(n_layer=n, residual_mode="attnres_block").knob("depth_block") for n in sizes} == sizes
+
+
+@pytest.mark.parametrize("mode", ROUTED)
+def test_counts_follow_the_formulas(mode):
+    model = make(mode)
+    n, L, D = model.count(), 3, 32
+    formula = {"attnres": 2 * L * D, "attnres_block": 2 * L * D}[mode]
+    assert n["router"] == formula == n["total"] - make("standard").count()["total"]
+    assert n["total"] == sum(p.numel() for p in set(model.parameters())) == n["non_embedding"] + 61 * D
+
+
+@pytest.mark.parametrize("mode", ROUTED)
+def test_heads_slice_queries_and_channels(mode):
+    """Several heads are another function than one; zero queries are standard all the same."""
+    model, idx = make(mode, route_heads=4), tokens()
+    assert not torch.allclose(model(idx)[0], copy_of(model, mode)(idx)[0], atol=1e-4)
+    zero, base = make(mode, randomise=False, route_heads=4), make("standard", randomise=False)
+    assert_close(zero(idx)[0], base(idx)[0], 1e-12)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Configuration
+
+
+def config_error(*argv):
+    with pytest.raises(UserError) as e:
+        train.load_config(list(map(str, argv)))
+    assert "\n" not in str(e.value)
+    return str(e.value)
+
+
+def test_configuration_layers(tmp_path):
+    a, b = tmp_path / "a.toml", tmp_path / "b.toml"
+    a.write_text("n_layer = 3\nlr = 1\nmax_steps = 1_000\n")
+    b.write_text('n_layer = 4\nresidual_mode = "attnres"\n')
+    cfg, t = train.load_config([str(a), "--seed=7", str(b), "--qk_norm=False", "--max_steps=2_000", "--min_lr=6e-5",
+                                "--prepare=--source=x --out=y"])
+    assert (cfg.n_layer, cfg.residual_mode, cfg.qk_norm) == (4, "attnres", False)
+    assert (t.lr, t.max_steps, t.min_lr, t.seed, t.prepare) == (1.0, 2000, 6e-5, 7, "--source=x --out=y")
+    assert t.out_dir == "runs/b-attnres-seed7"
+
+
+def test_configuration_mistakes_name_the_place_and_the_remedy(tmp_path):
+    bad = tmp_path / "bad.toml"
+    assert "did you mean n_layer" in config_error("--n_layers=3")
+    for text, expected in (("n_lyer = 3", "did you mean n_layer"), ("[model]\nn_layer = 3", "unknown key 'model'"),
+                           ('n_layer = "3"', "must be a whole number"), ("n_layer = 3.0", "must be a whole number"),
+                           ("lr = nan", "must be a number"), ("resume = 1", "must be true or false"),
+                           ("seed = true", "must be a whole number"), ("data_dir = 3", "must be a string"),
+                           ("n_layer =", "cannot read"), ("n_layer = 1\nn_layer = 2", "cannot read")):
+        bad.write_text(text)
+        message = config_error(bad)
+        assert expected in message and "bad.toml" in message
+    for flag, expected in (("--lr=fast", "must be a number"), ("--lr=inf", "must be a number"),
+                           ("--lr", "needs a value"), ("--seed", "needs a value"),
+                           ("seed=3", "expected a .toml file"), ("--n_layer=", "whole number"),
+                           ("--resume=yes", "must be true or false"), ("--seed=-1", "must not be negative"),
+                           ("nothere.toml", "nothere.toml"), ("--residual_mode=attnres_blok", "mean attnres_block"),
+                           ("--depth_block=4", "no effect in residual_mode=standard"), ("--n_embd=65", "n_head=12"),
+                           ("--n_kv_head=5", "n_kv_head=5"), ("--head_dim=7", "even"), ("--schedule=cos", "cosine"),
+                           ("--dtype=float16", "float16 is not supported"), ("--min_lr=1", "above lr"),
+                           ("--eval_at_tokens=1,x", "whole numbers"), ("--tracker=w", "choices"),
+                           ("--micro_batch=0", "at least 1")):
+        assert expected in config_error(flag), flag
+    assert "n_embd=64" in config_error("--n_embd=64", "--n_head=4", "--residual_mode=attnres", "--route_heads=3")
+    assert "depth_block" in config_error("--residual_mode=attnres", "--depth_block=2")
+
+
+def test_unused_knobs_are_refused_in_every_mode():
+    for mode, row in RESIDUAL_MODES.items():
+        for knob, default in KNOBS.items():
+            value = {int: 2}[type(default)]
+            if knob in row.knobs:
+                GPTConfig(residual_mode=mode, **{knob: value})
+            else:
+                with pytest.raises(ValueError, match=f"{knob}=.* has no effect in residual_mode={mode}"):
+                    GPTConfig(residual_mode=mode, **{knob: value})
+
+
+def test_written_configuration_can_be_passed_back(tmp_path):
+    odd = 'a "quoted" \\ name\twith ☃, \x7f and\nnewline'
+    cfg, t = train.load_config([f"--data_dir={odd}", "--lr=6e-05", "--adam_eps=1e-30", "--eval_at_tokens=1_000,20",
+                                "--resume=true", "--residual_mode=attnres_block", "--n_layer=5"])
+    path = tmp_path / "config.toml"
+    path.write_text(train.to_toml(cfg, t), encoding="utf-8")
+    cfg_2, t_2 = train.load_config([str(path)])
+    assert cfg_2 == cfg and t_2 == dataclasses.replace(t, resume=False)
+
+
+def test_help_lists_every_key(capsys):
+    with pytest.raises(SystemExit):
+        train.load_config(["--help"])
+    text = capsys.readouterr().out
+    for name, field in train.SCHEMA.items():
+        line = next(line for line in text.splitlines() if line.startswith(f"  --{name}={field.default}"))
+        assert len(line.split(maxsplit=1)[1]) > 10, name
+
+
+def test_learning_rate_schedule():
+    t = train.TrainConfig(lr=1.0, min_lr=0.1, warmup_steps=10, max_steps=100)
+    rates = [t.lr_at(s) for s in range(100)]
+    assert rates[0] == 0.1 and rates[9] == 1.0 and rates[-1] == pytest.approx(0.1) and min(rates) > 0
+    assert all(a >= b for a, b in zip(rates[9:], rates[10:]))
+    wsd = dataclasses.replace(t, schedule="wsd", decay_steps=30)
+    rates = [wsd.lr_at(s) for s in range(100)]
+    assert rates[9:70] == [1.0] * 61 and rates[-1] == pytest.approx(0.1) and rates[84] == pytest.approx(0.55)
+    assert train.TrainConfig(warmup_steps=0, max_steps=1).lr_at(0) == pytest.approx(6e-5)
+    assert 0 < train.TrainConfig(warmup_steps=10, max_steps=5).lr_at(4) < 6e-4
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data
+
+
+def shard(path, ids, magic=20240520, version=1, count=None):
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, version, len(ids) if count is None else count
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_bytes(header.tobytes() + np.asarray(ids, "<u2").tobytes())
+    return path
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 64, 1000, 4097])
+def test_permutation(n):
+    index = np.arange(n, dtype=np.uint64)
+    a, b = train.permute(index, n, (1, 0)), train.permute(index, n, (1, 1))
+    assert sorted(a.tolist()) == sorted(b.tolist()) == list(range(n))
+    assert np.array_equal(a, train.permute(index, n, (1, 0))) and (n < 64 or not np.array_equal(a, b))
+    assert a[n // 2:].tolist() == train.permute(index[n // 2:], n, (1, 0)).tolist()  # element by element
+
+
+def test_permutation_mixes_well_and_has_no_limit():
+    n = 10_000
+    a = train.permute(np.arange(n, dtype=np.uint64), n, (3, 5)).astype(float)
+    assert abs(np.corrcoef(np.arange(n), a)[0, 1]) < 0.05 and abs(np.corrcoef(a[1:], a[:-1])[0, 1]) < 0.05
+    big = 10**15
+    far = train.permute(np.arange(big - 100, big, dtype=np.uint64), big, (1, 2))
+    assert len(set(far.tolist())) == 100 and far.max() < big
+
+
+def test_windows_cover_the_stream_once_an_epoch_in_any_sharding(tmp_path):
+    ids = np.random.default_rng(0).integers(50, size=1001)
+    shard(tmp_path / "one/x_train_0.bin", ids)
+    for i, part in enumerate(np.split(ids, [3, 4, 400, 990])):  # windows run over the ends of shards
+        shard(tmp_path / f"many/x_train_{i}.bin", part)
+    one, many = (train.Tokens(tmp_path / name, "train", 10, 50) for name in ("one", "many"))
+    assert one.windows == many.windows == 100
+    orders = [one.order(1, step, 20) for step in range(10)]
+    for epoch in (orders[:5], orders[5:]):
+        assert sorted(np.concatenate(epoch).tolist()) == list(range(100))
+    assert not np.array_equal(np.concatenate(orders[:5]), np.concatenate(orders[5:]))
+    across = one.order(1, 1, 80)  # one batch over two epochs
+    assert np.array_equal(across[:20], np.concatenate([one.order(1, s, 20) for s in (4,)])) and len(across) == 80
+    for w in orders:
+        rows = one.rows(w)
+        assert np.array_equal(rows, many.rows(w)) and rows.dtype == np.int64 and rows.shape == (20, 11)
+        assert np.array_equal(rows[0], ids[int(w[0]) * 10:][:11])
+    assert not np.array_equal(one.order(1, 0, 20), one.order(2, 0, 20))
+
+
+def test_data_mistakes_are_named(tmp_path):
+    def error(name="d", seq_len=10, vocab=50):
+        with pytest.raises(UserError) as e:
+            train.Tokens(tmp_path / name, "train", seq_len, vocab).rows(np.arange(1))
+        assert name in str(e.value)
+        return str(e.value)
+    assert "prepare_fineweb.py" in error("nothing")
+    (tmp_path / "void").mkdir()
+    assert "prepare_fineweb.py" in error("void")
+    shard(tmp_path / "noval/x_val_0.bin", range(20))
+    assert "no train shards" in error("noval")
+    good = shard(tmp_path / "d/x_train_0.bin", range(20))
+    raw = good.read_bytes()
+    for content, expected in ((b"", "not a token shard"), (raw[:100], "not a token shard"), (raw[:-2], "promises 20"),
+                              (raw + b"\0", "promises 20"), (raw[::-1], "not a token"), (raw[:1024], "promises 20")):
+        good.write_bytes(content)
+        assert expected in error()
+    shard(good, range(10))
+    assert "fewer than one window" in error()
+    assert "fewer than one window" in error(seq_len=10**6)
+    shard(good, range(11))
+    train.Tokens(tmp_path / "d", "train", 10, 50)  # exactly one window
+    shard(good, [])
+    assert "0 tokens" in error()
+    shard(good, [*range(10), 50])
+    assert "holds token 50" in error()
+    shard(good, range(20), count=-1)
+    assert "promises -1 tokens" in error()
+    shard(good, range(20), version=9)
+    assert "not a token shard" in error()
+    for meta in ("{", "[]", '{"splits": 3}', '{"splits": {"train": {"shards": [{"file": 3}]}}}'):
+        (tmp_path / "d/meta.json").write_text(meta)
+        assert "meta.json is damaged" in error()
+    (tmp_path / "d/meta.json").unlink()
+    (tmp_path / "d/progress.json").write_text("{}")
+    assert "half prepared" in error()
+
+
+def test_shards_must_match_their_meta(data, tmp_path):
+    import shutil
+    shutil.copytree(data, tmp_path / "d")
+    name = json.loads((data / "meta.json").read_text())["splits"]["train"]["shards"][1]["file"]
+    shard(tmp_path / "d" / name, range(200))
+    with pytest.raises(UserError, match="not those of meta.json"):
+        train.Tokens(tmp_path / "d", "train", 16, 257)
+    (tmp_path / "d" / name).unlink()
+    with pytest.raises(UserError, match="is missing"):
+        train.Tokens(tmp_path / "d", "train", 16, 257)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Preparation
+
+
+def prepare(source, out, *args):
+    prepare_fineweb.prepare(prepare_fineweb.parse_args([f"--source={source}", f"--out={out}", "--workers=1", *args]))
+    return json.loads((Path(out) / "meta.json").read_text(encoding="utf-8"))
+
+
+def documents(out, meta, split):
+    """Texts of a split, read back from its shards."""
+    files = [Path(out) / s["file"] for s in meta["splits"][split]["shards"]]
+    ids = np.concatenate([np.fromfile(path, "<u2", offset=1024) for path in files])
+    assert ids[0] == 256
+    return [bytes(part.astype(np.uint8)).decode() for part in np.split(ids, np.flatnonzero(ids == 256))[1:]
+            for part in [part[1:]]]
+
+
+def test_documents_come_back_in_order_and_once(data):
+    meta = json.loads((data / "meta.json").read_text())
+    found = {s: documents(data, meta, s) for s in prepare_fineweb.SPLITS}
+    texts = [p.read_text("utf-8") for p in sorted((data.parent / "text").glob("*.txt"))]
+    for i, split in enumerate(prepare_fineweb.SPLITS):
+        assert found[split] == [t for t in texts if prepare_fineweb.split_of(t.encode(), 10) == i]
+        s = meta["splits"][split]
+        assert s["documents"] == len(found[split]) and s["text_bytes"] == sum(len(t.encode()) for t in found[split])
+        assert s["tokens"] == s["text_bytes"] + s["documents"] == sum(x["tokens"] for x in s["shards"])
+    assert all(s["tokens"] == 30000 for s in meta["splits"]["train"]["shards"][:-1])
+    assert len(meta["splits"]["train"]["shards"]) > 2 and meta["vocab_size"] == 257
+    assert any("<|endoftext|> é ☃" in t for t in texts)
+
+
+def test_held_out_splits_do_not_depend_on_the_rest(data, tmp_path):
+    args = ["--holdout=10", "--val_tokens=5000", "--test_tokens=4000"]
+    full, part = (prepare(data.parent / "text", tmp_path / name, *args, *extra)
+                  for name, extra in (("full", []), ("part", ["--max_tokens=7000"])))
+    for split, n in (("val", 5000), ("test", 4000)):
+        assert full["splits"][split] == part["splits"][split] | {"dropped": full["splits"][split]["dropped"]}
+        assert full["splits"][split]["tokens"] == n
+        for s in full["splits"][split]["shards"]:
+            assert (tmp_path / "full" / s["file"]).read_bytes() == (tmp_path / "part" / s["file"]).read_bytes()
+    assert part["splits"]["train"]["tokens"] == 7000 and full["splits"]["train"]["tokens"] > 7000
+    assert full["splits"]["val"]["dropped"] > 0  # what val cannot take never reaches train
+    texts = set(documents(tmp_path / "full", full, "train"))
+    assert not any(prepare_fineweb.split_of(t.encode(), 10) for t in texts)
+
+
+def test_splits_are_a_function_of_the_text():
+    buckets = np.bincount([prepare_fineweb.split_of(str(i).encode(), 1) for i in range(20_000)], minlength=3)
+    assert 150 < buckets[1] < 250 and 150 < buckets[2] < 250
+
+
+@pytest.mark.parametrize("method, workers", [("fork", 2), ("forkserver", 2), ("spawn", 3)])
+def test_workers_do_not_change_the_shards(method, workers, data, tmp_path):
+    argv = ["prepare_fineweb.py", f"--source={data.parent / 'text'}", f"--out={tmp_path}", "--holdout=10",
+            "--shard_tokens=30000", f"--workers={workers}"]
+    code = (f"import multiprocessing, sys, runpy; multiprocessing.set_start_method({method!r}); sys.argv = {argv!r}; "
+            f"runpy.run_path({str(HERE / 'prepare_fineweb.py')!r}, run_name='__main__')")
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True)
+    for path in data.glob("*.bin"):
+        assert path.read_bytes() == (tmp_path / path.name).read_bytes()
+
+
+def test_interrupted_preparation_continues_bit_for_bit(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare_fineweb, "CHUNK_CHARS", 10_000)
+    monkeypatch.setattr(prepare_fineweb, "SAVE_SECONDS", 0)
+    args = [data.parent / "text", tmp_path / "d", "--holdout=10", "--shard_tokens=30000"]
+    encode, stops = prepare_fineweb.encode_chunk, 0
+    for stop in range(1, 14, 3):  # dies while it encodes one chunk after the other
+        calls = []
+
+        def dying(*a, calls=calls, stop=stop):
+            calls.append(1)
+            if len(calls) > stop:
+                raise KeyboardInterrupt
+            return encode(*a)
+        monkeypatch.setattr(prepare_fineweb, "encode_chunk", dying)
+        try:
+            prepare(*args)
+        except KeyboardInterrupt:
+            stops += 1
+            for path in tmp_path.glob("d/*.bin"):
+                assert path.read_bytes() == (data / path.name).read_bytes()  # only whole shards under that name
+    monkeypatch.setattr(prepare_fineweb, "encode_chunk", encode)
+    meta, reference = prepare(*args), json.loads((data / "meta.json").read_text())
+    assert stops >= 2 and meta["splits"] == reference["splits"] and sorted(
+        p.name for p in tmp_path.glob("d/*")) == sorted(p.name for p in data.glob("*"))
+    for path in data.glob("*.bin"):
+        assert path.read_bytes() == (tmp_path / "d" / path.name).read_bytes()
+
+
+def test_a_finished_folder_is_left_alone(data, tmp_path, capsys):
+    stamps = {p.name: p.stat().st_mtime_ns for p in data.iterdir()}
+    prepare(data.parent / "text", data, "--holdout=10", "--shard_tokens=30000")
+    assert "nothing to do" in capsys.readouterr().out
+    assert stamps == {p.name: p.stat().st_mtime_ns for p in data.iterdir()}
+    with pytest.raises(UserError, match="prepared from other input .holdout: 10 -> 11"):
+        prepare(data.parent / "text", data, "--holdout=11", "--shard_tokens=30000")
+    shard(tmp_path / "foreign/x_train_0.bin", range(5))
+    with pytest.raises(UserError, match="another origin"):
+        prepare(data.parent / "text", tmp_path / "foreign")
+
+
+def test_text_that_cannot_be_used(tmp_path):
+    folder = tmp_path / "text"
+    folder.mkdir()
+
+    def error(*args):
+        with pytest.raises(UserError) as e:
+            prepare(folder, tmp_path / "out", "--holdout=5", *args)
+        return str(e.value)
+    assert "no .txt file" in error()
+    for i in range(300):
+        (folder / f"{i:03d}.txt").write_text(f"document {i} " * 20)
+    (folder / "100.txt").write_bytes(b"")
+    assert "100.txt:1: empty" in error()
+    (folder / "100.txt").write_text("\ufeff\u200d \n", "utf-8")
+    assert "100.txt:1: empty" in error()
+    (folder / "100.txt").write_bytes(b"good line\nbad \xff byte\n")
+    assert "100.txt:1: not valid UTF-8 (byte 0xff after 14 characters)" in error()
+    (folder / "101.txt").write_bytes(b"\xef\xbb\xbfwith a mark\r\nand CRLF\r\n")
+    meta = prepare(folder, tmp_path / "out", "--skip_bad", "--holdout=5")
+    assert meta["skipped"] == 1 and "100.txt" in meta["skipped_first"][0]
+    found = [d for split in prepare_fineweb.SPLITS for d in documents(tmp_path / "out", meta, split)]
+    assert "with a mark\r\nand CRLF\r\n" in found
+    (folder / "one.txt").write_text("only one document")
+    with pytest.raises(UserError, match="val would be empty.*--val_tokens=0"):
+        prepare(folder / "one.txt", tmp_path / "one")
+    meta = prepare(folder / "one.txt", tmp_path / "one", "--val_tokens=0", "--test_tokens=0")
+    assert meta["splits"]["train"]["documents"] == 1
+    with pytest.raises(UserError, match="no such file"):
+        prepare(tmp_path / "nowhere", tmp_path / "out2")
+
+
+def test_a_long_text_file_becomes_documents_cut_at_line_ends(tmp_path):
+    text = "".join(f"line {i} of a long text\n" for i in range(40_000))
+    (tmp_path / "long.txt").write_text(text)
+    meta = prepare(tmp_path / "long.txt", tmp_path / "out")
+    found = [documents(tmp_path / "out", meta, s) for s in prepare_fineweb.SPLITS]
+    assert all(found) and all(d.endswith("\n") and len(d) < 10_100 for part in found for d in part)
+    assert sorted("".join(sum(found, [])).splitlines()) == sorted(text.splitlines())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_resume_after_any_step_gives_the_identical_run(mode, data, tmp_path, monkeypatch):
+    save, kept = train.save_checkpoint, {}
+
+    def keep(folder, name, content):
+        save(folder, name, content)
+        if name == "last.pt":
+            kept[content["step"]] = (Path(folder) / name).read_bytes()
+    monkeypatch.setattr(train, "save_checkpoint", keep)
+    settings = dict(residual_mode=mode, dtype="float32", save_every=1)
+    rows = run_training(data, tmp_path / "whole", **settings)
+    monkeypatch.setattr(train, "save_checkpoint", save)
+    assert list(kept) == [1, 2, 3, 4, 5, 6]
+    for step in range(1, 6):
+        out = tmp_path / str(step)
+        out.mkdir()
+        (out / "last.pt").write_bytes(kept[step])
+        (out / "log.csv").write_bytes((tmp_path / "whole" / "log.csv").read_bytes())  # with rows from behind the step
+        again = run_training(data, out, resume="true", **settings)
+        assert measured(again) == measured(rows)
+        assert same_weights(out / "last.pt", tmp_path / "whole" / "last.pt")
+
+
+def test_log_has_what_it_promises(data, tmp_path, capsys):
+    rows = run_training(data, tmp_path / "a", log_every=2, eval_every=0, eval_at_tokens="500,1_300", max_steps=7)
+    assert [r["step"] for r in rows] == ["2", "4", "6", "7"]
+    assert list(rows[0]) == "step tokens loss val_loss lr grad_norm tok_per_s ms mem_mb crc".split()
+    assert [bool(r["val_loss"]) for r in rows] == [True, False, True, False]  # 512 and 1536 tokens pass the milestones
+    assert [int(r["tokens"]) for r in rows] == [512, 1024, 1536, 1792]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step:") and "/" in line]
+    assert len(lines) == 4
+    for line in lines:  # a fixed grammar: words of the form name:value
+        assert len(dict(word.split(":", 1) for word in line.split())) == len(line.split())
+    stream = train.Tokens(data, "train", 32, 257)
+    import zlib
+    assert rows[0]["crc"] == f"{zlib.crc32(stream.rows(stream.order(1, 1, 8)).astype('<u4').tobytes()):08x}"
+    assert (tmp_path / "a/source/model.py").read_text() == (HERE / "model.py").read_text()
+
+
+def test_loss_and_data_do_not_depend_on_micro_batches(data, tmp_path):
+    runs = [run_training(data, tmp_path / str(n), micro_batch=n, residual_mode="attnres") for n in (1, 2, 4, 8)]
+    for rows in runs[1:]:
+        assert [r["crc"] for r in rows] == [r["crc"] for r in runs[0]]
+        for a, b in zip(rows, runs[0]):
+            for key in ("loss", "grad_norm", "val_loss"):
+                assert a[key] == b[key] == "" or abs(float(a[key]) - float(b[key])) < 1e-10
+
+
+def test_seeds_and_modes_share_data_and_start(data, tmp_path):
+    runs = {mode: run_training(data, tmp_path / mode, residual_mode=mode, max_steps=3) for mode in MODES}
+    for rows in runs.values():
+        assert [r["crc"] for r in rows] == [r["crc"] for r in runs["standard"]]
+        assert float(rows[0]["loss"]) == pytest.approx(float(runs["standard"][0]["loss"]), abs=1e-12)
+    other = run_training(data, tmp_path / "other", seed=2, max_steps=3)
+    assert other[0]["crc"] != runs["standard"][0]["crc"] and other[0]["loss"] != runs["standard"][0]["loss"]
+
+
+def test_two_processes_give_the_numbers_of_one(data, tmp_path):
+    """All modes, 20 steps: 1e-10 in fp64, 1e-5 in fp32; the same evaluation too."""
+    tolerance, runs = {"float64": 1e-10, "float32": 1e-5}, []
+    for mode in MODES:
+        for dtype in tolerance:
+            runs.append((mode, dtype, dict(residual_mode=mode, dtype=dtype, max_steps=20, eval_every=10, lr=3e-3)))
+    argvs = [flags(data, tmp_path / f"{mode}-{dtype}-2", **s) for mode, dtype, s in runs]
+    driver = tmp_path / "driver.py"
+    driver.write_text(f"import sys; sys.path.insert(0, {str(HERE)!r}); import train\n"
+                      f"for argv in {argvs!r}: train.train(*train.load_config(argv))\n")
+    result = run_script(driver, processes=2)
+    assert result.returncode == 0, result.stderr[-3000:]
+    for mode, dtype, s in runs:
+        one, two = run_training(data, tmp_path / f"{mode}-{dtype}-1", **s), read_log(tmp_path / f"{mode}-{dtype}-2")
+        assert len(one) == len(two) == 20
+        for a, b in zip(one, two):
+            assert a["crc"] == b["crc"]
+            for key in ("loss", "val_loss"):
+                assert a[key] == b[key] == "" or abs(float(a[key]) - float(b[key])) < tolerance[dtype], (mode, dtype)
+
+
+def test_checkpoints_load_safely_and_carry_no_prefixes(data, tmp_path):
+    run_training(data, tmp_path / "a", residual_mode="attnres_block")
+    for name in ("last.pt", "best.pt"):
+        saved = torch.load(tmp_path / "a" / name, weights_only=True)
+        assert saved["model"].keys() == make("attnres_block", n_layer=2).state_dict().keys()
+        assert ("optimizer" in saved) == (name == "last.pt")
+    saved["model"] = {f"module._orig_mod.{k}": v for k, v in saved["model"].items()}
+    torch.save(saved, tmp_path / "wrapped.pt")
+    model, _, _ = evaluation.load_model(tmp_path / "wrapped.pt", torch.device("cpu"), torch.float64)
+    assert all(torch.equal(v, saved["model"][f"module._orig_mod.{k}"]) for k, v in model.state_dict().items())
+    assert not list(tmp_path.glob("a/*.tmp"))
+
+
+def test_checkpoints_that_cannot_be_used(data, tmp_path):
+    run_training(data, tmp_path / "a", max_steps=2)
+    last = tmp_path / "a" / "last.pt"
+    good = last.read_bytes()
+
+    def error(**settings):
+        with pytest.raises(UserError) as e:
+            run_training(data, tmp_path / "a", resume="true", **dict(max_steps=4) | settings)
+        assert "last.pt" in str(e.value) and "\n" not in str(e.value)
+        return str(e.value)
+    assert "n_layer: 2 -> 3" in error(n_layer=3)
+    assert "residual_mode: standard -> attnres" in error(residual_mode="attnres")
+    assert "seed: 1 -> 2" in error(seed=2) and "tokens_per_step" in error(tokens_per_step=512)
+    for content in (good[:1000], b"", b"not a zip file at all", good[:-100]):
+        last.write_bytes(content)
+        assert "not a usable checkpoint" in error()
+    saved = torch.load(tmp_path / "a" / "best.pt", weights_only=True)
+    torch.save(saved, last)
+    assert "no optimizer state" in error()
+    torch.save({k: v for k, v in saved.items() if k != "model"}, last)
+    assert "not a usable checkpoint" in error()
+    torch.save([1, 2], last)
+    assert "not a usable checkpoint" in error()
+    last.write_bytes(good)
+    with pytest.raises(UserError, match="holds a run already"):
+        run_training(data, tmp_path / "a")
+    assert last.read_bytes() == good
+
+
+def test_a_finished_run_stays_finished_and_can_be_extended(data, tmp_path, capsys):
+    run_training(data, tmp_path / "a", schedule="wsd", decay_steps=1)
+    run_training(data, tmp_path / "a", schedule="wsd", decay_steps=1, resume="true")
+    assert "is finished: 6 of 6 steps" in capsys.readouterr().out
+    rows = run_training(data, tmp_path / "a", schedule="wsd", decay_steps=1, resume="true", max_steps=9)
+    assert [r["step"] for r in rows] == list("123456789") and "max_steps: 6 -> 9" in capsys.readouterr().out
+    state = torch.load(tmp_path / "a" / "last.pt", weights_only=True)["optimizer"]["state"]
+    assert {int(s["step"]) for s in state.values()} == {9}
+
+
+def test_resume_without_a_checkpoint_starts_fresh(data, tmp_path, capsys):
+    rows = run_training(data, tmp_path / "a", resume="true", max_steps=2)
+    assert len(rows) == 2 and "nothing to resume" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("settings, message", [
+    (dict(tokens_per_step=100), "--tokens_per_step=64 or --tokens_per_step=128"),
+    (dict(tokens_per_step=10), "use --tokens_per_step=64 or another"),
+    (dict(vocab_size=100), "vocabulary of 257, more than vocab_size=100"),
+    (dict(data_dir="/nonexistent"), "no data in /nonexistent: prepare it with: python prepare_fineweb.py"),
+    (dict(seq_len=10**6, tokens_per_step=2 * 10**6), "fewer than one window"),
+    (dict(out_dir="/proc/nope"), "cannot write to the run folder"),
+    (dict(device="cuda"), "no CUDA device"),
+])
+def test_training_mistakes_are_named(settings, message, data, tmp_path):
+    if settings.get("device") == "cuda" and torch.cuda.is_available():
+        return
+    with pytest.raises(UserError, match=".*".join(message.split("*"))):
+        run_training(data, tmp_path / "a", **settings)
+    assert not (tmp_path / "a" / "last.pt").exists()
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(data, tmp_path, monkeypatch):
+    step, calls = torch.optim.AdamW.step, []
+
+    def poison(self, *args):
+        step(self, *args)
+        calls.append(1)
+        if len(calls) == 3:
+            self.param_groups[0]["params"][0].data[0, 0] = math.nan
+    monkeypatch.setattr(torch.optim.AdamW, "step", poison)
+    with pytest.raises(UserError, match="step 4: loss nan, gradient norm nan"):
+        run_training(data, tmp_path / "a", eval_every=0)
+    saved = torch.load(tmp_path / "a" / "last.pt", weights_only=True)
+    assert saved["step"] == 2 and all(v.isfinite().all() for v in saved["model"].values())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_the_run_goes_on(number, data, tmp_path):
+    settings = dict(max_steps=100_000, eval_every=0, save_every=0)
+    process = subprocess.Popen([sys.executable, str(HERE / "train.py"), *flags(data, tmp_path / "a", **settings)],
+                               stdout=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if line.startswith("step:5/"):
+            process.send_signal(number)
+            break
+    rest = process.communicate(timeout=60)[0]
+    assert process.returncode == 128 + number and "go on with --resume=true" in rest
+    step = torch.load(tmp_path / "a" / "last.pt", weights_only=True)["step"]
+    rows = read_log(tmp_path / "a")
+    assert step == int(rows[-1]["step"]) >= 5
+    assert len(run_training(data, tmp_path / "a", **settings | dict(max_steps=step + 2, resume="true"))) == step + 2
+
+
+def test_no_compiler_means_one_warning_and_eager(data, tmp_path, capsys, monkeypatch):
+    def broken(*a, **k):
+        raise RuntimeError("no compiler here\nlong trace")
+    monkeypatch.setattr(torch, "compile", broken)
+    run_training(data, tmp_path / "a", compile="on", max_steps=2)
+    out = capsys.readouterr().out
+    assert out.count("warning") == 1 and "compile: off, no working compiler" in out
+
+
+def test_missing_data_is_prepared_when_the_configuration_says_how(data, tmp_path):
+    how = f"--source={data.parent / 'text'} --holdout=10 --workers=1"
+    run_training(tmp_path / "made", tmp_path / "a", prepare=how, max_steps=1)
+    assert (tmp_path / "made/meta.json").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Evaluation
+
+
+def test_evaluation_is_exact_and_independent_of_batch_and_processes(data, tmp_path, capsys):
+    run_training(data, tmp_path / "a", residual_mode="attnres_block", dtype="float32")
+    model, saved, _ = evaluation.load_model(tmp_path / "a", torch.device("cpu"), torch.float64)
+    val = train.Tokens(data, "val", 32, 257)
+    stream, nll = torch.from_numpy(val.read(0, val.total)), 0.0
+    for first in range(0, val.total - 1, 32):  # every token but the first, once
+        x, y = stream[first:first + 32], stream[first + 1:first + 33]
+        nll += F.cross_entropy(model(x[None, :len(y)])[0][0], y, reduction="sum").item()
+    results = []
+    capsys.readouterr()
+    for batch in (1, 3, 8):
+        evaluation.main([str(tmp_path / "a"), "--json", "--dtype=float64", "--device=cpu", f"--batch={batch}"])
+        results.append(json.loads(capsys.readouterr().out))
+    two = run_script(HERE / "eval.py", tmp_path / "a", "--json", "--dtype=float64", "--device=cpu", processes=2)
+    results.append(json.loads(two.stdout.strip().splitlines()[-1]))
+    meta = json.loads((data / "meta.json").read_text())["splits"]["val"]
+    for r in results:
+        assert r["tokens"] == val.total - 1 == meta["tokens"] - 1
+        assert r["loss"] == pytest.approx(nll / r["tokens"], abs=1e-12)
+        assert r["perplexity"] == pytest.approx(math.exp(r["loss"]))
+        assert r["bits_per_byte"] == pytest.approx(nll / math.log(2) / meta["text_bytes"])
+    limited, count = train.evaluate(model, val, 3, torch.device("cpu"), torch.float64, limit=100)
+    assert count == 100
+
+
+def test_eval_command_line(data, tmp_path, capsys):
+    run_training(data, tmp_path / "a", dtype="float32")
+    capsys.readouterr()
+    evaluation.main([str(tmp_path / "a/best.pt"), "--split=test"])
+    assert "loss" in capsys.readouterr().out
+    evaluation.main([str(tmp_path / "a"), "--prompt=wörd", "--tokens=40", "--samples=2", "--json"])
+    texts = json.loads(capsys.readouterr().out)
+    assert len(texts) == 2 and all(t.startswith("wörd") for t in texts)
+    evaluation.main([str(tmp_path / "a"), "--prompt=", "--tokens=3"])
+    for args, message in ((["nothing"], "does not exist"), ([str(data)], "holds no checkpoint"),
+                          ([str(tmp_path / "a"), "--data_dir=/nonexistent"], "no data in /nonexistent"),
+                          ([str(data / "meta.json")], "not a usable checkpoint")):
+        with pytest.raises(SystemExit, match=message):
+            evaluation.main(args)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# README and repository
+
+
+def test_readme_tells_the_truth():
+    readme = (HERE / "README.md").read_text(encoding="utf-8")
+    for name, row in RESIDUAL_MODES.items():
+        assert f"| `{name}` | {row.reads} | {row.stores} | {row.added} | {row.paper} | `{row.cls.__name__}` |" in readme
+    for line in readme.splitlines():  # every train command parses
+        if line.strip().startswith(("python train.py", "torchrun")) and "train.py" in line:
+            train.load_config(line.split("#")[0].split("train.py")[1].split())
+
+
+def test_the_small_print_of_the_code():
+    for path in HERE.glob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        if path.name != "test_model.py":
+            assert "assert True" not in text and ".float()" not in text
+            for call in re.findall(r"(?<![.\w])open\([^\n]*", text):  # text is UTF-8, whatever the system's locale
+                assert "encoding=" in call or re.search(r'"[rw]\+?b"', call), f"{path.name}: {call}"
+    assert inspect_forward() <= 10
+
+
+def inspect_forward():
+    import inspect
+    source = inspect.getsource(model_file.GPT.forward)
+    assert not any(mode in source for mode in MODES)
+    return len(source.splitlines())

@@ -1,0 +1,746 @@
+"""Train a GPT with any residual mode, on one process or many.
+
+    python train.py configs/tiny.toml --residual_mode=attnres_block --seed=2
+    torchrun --standalone --nproc_per_node=8 train.py configs/tiny.toml --residual_mode=attnres_block --seed=2
+
+Settings: defaults, then TOML files from left to right, then --key=value. `python train.py --help` lists every key. The
+keys are the fields of GPTConfig (model.py) and TrainConfig (below); a key that is not among them is an error.
+
+The run folder holds config.toml (can be passed straight back), log.csv, last.pt, best.pt and the source files.
+Batch k is a function of (seed, k) alone: runs of one seed see the same data on any number of processes, and a resumed
+run goes on exactly where it stopped.
+"""
+import csv
+import fcntl
+import inspect
+import json
+import math
+import os
+import platform
+import re
+import resource
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+import zlib
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, fields, replace
+from difflib import get_close_matches
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import prepare_fineweb
+from model import GPT, GPTConfig, require, require_choice
+from prepare_fineweb import UserError, read_header
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Configuration
+
+
+@dataclass
+class TrainConfig:
+    data_dir: str = "data/fineweb"  # folder with the token shards that prepare_fineweb.py writes
+    prepare: str = ""  # flags for prepare_fineweb.py, used when data_dir does not exist yet
+    out_dir: str = ""  # run folder; empty = runs/<config>-<residual_mode>-seed<seed>
+    seed: int = 1  # of the initial weights and of the order of the data
+    device: str = "auto"  # auto | cpu | cuda | mps
+    dtype: str = "auto"  # compute dtype: auto | float32 | bfloat16 | float64 (float64 is for tests)
+    compile: str = "auto"  # torch.compile: auto (on CUDA devices) | on | off
+    resume: bool = False  # go on from last.pt in the run folder; starts fresh when there is none
+    micro_batch: int = 8  # sequences per process in one forward pass; lower it when memory runs out
+    tokens_per_step: int = 524_288  # tokens per optimizer step, over all processes and accumulated micro-batches
+    max_steps: int = 10_000  # optimizer steps; max_steps * tokens_per_step is the budget
+    lr: float = 6e-4  # peak learning rate
+    min_lr: float = 6e-5  # learning rate of the last step
+    warmup_steps: int = 200  # steps of linear warm-up; the last of them has the peak rate
+    schedule: str = "cosine"  # after the warm-up: cosine | wsd (constant, then linear over decay_steps)
+    decay_steps: int = 0  # wsd: length of the decay; 0 = a fifth of max_steps
+    beta1: float = 0.9  # AdamW: decay of the first moment
+    beta2: float = 0.95  # AdamW: decay of the second moment
+    adam_eps: float = 1e-8  # AdamW: epsilon
+    weight_decay: float = 0.1  # AdamW, on matrices only
+    grad_clip: float = 1.0  # largest global gradient norm; 0 = no clipping
+    route_lr_mult: float = 1.0  # factor on the learning rate of the residual's parameters
+    eval_every: int = 250  # steps between evaluations on val, and one at the end; 0 = none
+    eval_tokens: int = 1_000_000  # val tokens per evaluation, the same ones each time
+    eval_at_tokens: str = ""  # further evaluations once so many tokens are trained on, for instance 1_000_000,2_000_000
+    save_every: int = 1000  # steps between saves of last.pt, and one at the end; 0 = only then
+    log_every: int = 10  # steps between log lines
+    tracker: str = "none"  # none | tensorboard | wandb
+
+    def __post_init__(self):
+        for name in ("micro_batch", "tokens_per_step", "max_steps", "eval_tokens", "log_every"):
+            require(getattr(self, name) >= 1, f"{name}={getattr(self, name)}: must be at least 1")
+        for name in ("seed", "min_lr", "warmup_steps", "decay_steps", "weight_decay", "grad_clip", "route_lr_mult",
+                     "eval_every", "save_every", "adam_eps"):
+            require(getattr(self, name) >= 0, f"{name}={getattr(self, name)}: must not be negative")
+        require(self.lr > 0, f"lr={self.lr}: must be positive")
+        require(self.min_lr <= self.lr, f"min_lr={self.min_lr} is above lr={self.lr}")
+        for name in ("beta1", "beta2"):
+            require(0 <= getattr(self, name) < 1, f"{name}={getattr(self, name)}: must be in [0, 1)")
+        require(self.dtype != "float16", "dtype=float16 is not supported: use bfloat16 or float32")
+        for name, choices in (("device", ("auto", "cpu", "cuda", "mps")), ("compile", ("auto", "on", "off")),
+                              ("dtype", ("auto", "float32", "bfloat16", "float64")), ("schedule", ("cosine", "wsd")),
+                              ("tracker", ("none", "tensorboard", "wandb"))):
+            require_choice(name, getattr(self, name), choices)
+        self.milestones()
+
+    def milestones(self):
+        try:
+            return [int(n) for n in self.eval_at_tokens.split(",") if n.strip()]
+        except ValueError:
+            raise ValueError(f"eval_at_tokens={self.eval_at_tokens}: must be whole numbers and commas") from None
+
+    def lr_at(self, step):
+        """Learning rate of step 0 .. max_steps-1. Step warmup_steps-1 has the peak, the last step the floor."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        length = self.max_steps - self.warmup_steps
+        if self.schedule == "wsd":
+            length = min(length, self.decay_steps or math.ceil(self.max_steps / 5))
+        done = max(0.0, 1 - (self.max_steps - 1 - step) / length)
+        left = (1 + math.cos(math.pi * done)) / 2 if self.schedule == "cosine" else 1 - done
+        return self.min_lr + (self.lr - self.min_lr) * left
+
+
+SCHEMA = {f.name: f for cls in (GPTConfig, TrainConfig) for f in fields(cls)}
+
+
+def load_config(argv):
+    """Command line -> (GPTConfig, TrainConfig); raises UserError that names the place and the nearest known key."""
+    if {"-h", "--help"} & set(argv):
+        print(__doc__)
+        for cls in (GPTConfig, TrainConfig):
+            print(f"{cls.__name__}:")
+            for name, comment in re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(cls), re.M):
+                print(f"  --{name}={SCHEMA[name].default}".ljust(34), comment)
+        sys.exit(0)
+    values, stem = {}, "gpt"
+    for path in (a for a in argv if not a.startswith("-")):
+        if not path.endswith(".toml"):
+            raise UserError(f"{path!r}: expected a .toml file or --key=value")
+        try:
+            with open(path, "rb") as f:
+                content = tomllib.load(f)
+        except (OSError, ValueError) as e:
+            raise UserError(f"cannot read {path}: {e}") from None
+        values |= {key: parse_value(path, key, value) for key, value in content.items()}
+        stem = Path(path).stem
+    for arg in (a for a in argv if a.startswith("-")):
+        key, equals, text = arg.removeprefix("--").partition("=")
+        parse_key("command line", key)
+        if not equals:
+            raise UserError(f"--{key} needs a value, as in --{key}={SCHEMA[key].default or '...'}")
+        values[key] = parse_value("command line", key, text, SCHEMA[key].type)
+    try:
+        cfg, train = (cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
+                      for cls in (GPTConfig, TrainConfig))
+    except ValueError as e:
+        raise UserError(str(e)) from None
+    train.out_dir = train.out_dir or f"runs/{stem}-{cfg.residual_mode}-seed{train.seed}"
+    return cfg, train
+
+
+def parse_key(place, key):
+    if key not in SCHEMA:
+        near = get_close_matches(key, SCHEMA, 1)
+        hint = f", did you mean {near[0]}?" if near else ""
+        raise UserError(f"{place}: unknown key {key!r}{hint} (--help lists all)")
+
+
+def parse_value(place, key, value, from_text=None):
+    """Check a value from TOML, or convert one from the command line, to the type of its field."""
+    parse_key(place, key)
+    kind = SCHEMA[key].type
+    try:
+        if from_text is bool:
+            return {"true": True, "false": False}[value.lower()]
+        if from_text:
+            value = kind(value)
+        elif kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is kind and (kind is not float or math.isfinite(value)):
+            return value
+    except (ValueError, KeyError):
+        pass
+    what = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}[kind]
+    raise UserError(f"{place}: {key}={value!r} must be {what}")
+
+
+def to_toml(*configs):
+    """JSON's scalars are TOML's, but for what JSON may leave unescaped (DEL) and for non-ASCII pairs."""
+    lines = (f"{k} = {json.dumps(v, ensure_ascii=False).replace(chr(127), chr(92) + 'u007f')}\n"
+             for c in configs for k, v in asdict(c).items() if k != "resume")
+    return "".join(lines)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data
+
+
+class Tokens:
+    """One split as a single stream of tokens over all its shards, read through memory maps.
+
+    Window w is the seq_len + 1 tokens from w * seq_len: inputs, and targets one further.
+    """
+
+    def __init__(self, data_dir, split, seq_len, vocab_size):
+        self.seq_len, self.vocab_size, self.maps = seq_len, vocab_size, {}
+        folder, meta = Path(data_dir), read_meta(data_dir)
+        if meta:
+            self.paths = [folder / s["file"] for s in meta["splits"][split]["shards"]]
+            missing = [p for p in self.paths if not p.exists()]
+            if missing:
+                raise UserError(f"{missing[0]} is missing, though meta.json names it; prepare the data again")
+        else:
+            self.paths = sorted(folder.glob(f"*_{split}_*.bin"))
+        if not self.paths:
+            raise UserError(f"{folder} holds no {split} shards (*_{split}_*.bin); prepare them with: python "
+                            f"prepare_fineweb.py --source=... --out={folder}")
+        headers = [read_header(p) for p in self.paths]
+        self.dtypes = [dtype for _, dtype in headers]
+        counts = [n for n, _ in headers]
+        if meta and counts != [s["tokens"] for s in meta["splits"][split]["shards"]]:
+            raise UserError(f"{folder}: the {split} shards are not those of meta.json; prepare the data again")
+        self.starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+        self.total = int(self.starts[-1])
+        self.windows = (self.total - 1) // seq_len
+        if self.windows < 1:
+            raise UserError(f"{folder}: {split} has {self.total} tokens, fewer than one window of seq_len + 1 = "
+                            f"{seq_len + 1}; prepare more text or lower --seq_len")
+
+    def read(self, position, n):
+        """Tokens position .. position+n-1 as int64."""
+        out, shard = [], int(np.searchsorted(self.starts, position, side="right")) - 1
+        while n > 0:
+            offset = position - int(self.starts[shard])
+            out.append(np.array(self.map(shard)[offset:offset + n], dtype=np.int64))
+            if len(out[-1]) and out[-1].max() >= self.vocab_size:
+                raise UserError(f"{self.paths[shard]} holds token {out[-1].max()}, but the model has vocab_size="
+                                f"{self.vocab_size}")
+            position, n, shard = position + len(out[-1]), n - len(out[-1]), shard + 1
+        return np.concatenate(out)
+
+    def map(self, shard):
+        if shard not in self.maps:
+            if len(self.maps) >= 64:
+                self.maps.clear()  # maps count as resident memory and as open files
+            self.maps[shard] = np.memmap(self.paths[shard], self.dtypes[shard], "r", prepare_fineweb.HEADER_BYTES)
+        return self.maps[shard]
+
+    def order(self, seed, step, size):
+        """Windows (size,) of a step: a function of its arguments alone; each epoch is a new permutation."""
+        if step % 100 == 0:
+            self.maps.clear()  # the pages touched so far go back to the system
+        positions = np.arange(step * size, (step + 1) * size, dtype=np.uint64)
+        epochs, windows = positions // np.uint64(self.windows), positions % np.uint64(self.windows)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            windows[here] = permute(windows[here], self.windows, (seed, int(epoch)))
+        return windows
+
+    def rows(self, windows):
+        """Tokens of windows (n,): (n, seq_len + 1) int64."""
+        return np.stack([self.read(int(w) * self.seq_len, self.seq_len + 1) for w in windows])
+
+
+def permute(index, n, seed):
+    """A pseudo-random permutation of 0 .. n-1 applied to a uint64 array: no table, so n may be anything below 2^62.
+
+    A balanced Feistel network permutes the next power of four; values that land outside are sent through it again.
+    """
+    half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
+    mask, keys = (np.uint64(1) << half) - np.uint64(1), np.random.default_rng(seed).integers(2**63, size=6).astype("u8")
+    out, outside = index.copy(), np.ones(len(index), dtype=bool)
+    while outside.any():
+        left, right = out[outside] >> half, out[outside] & mask
+        for key in keys:
+            mixed = (right + key) * np.uint64(0x9E3779B97F4A7C15)
+            mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+            left, right = right, left ^ ((mixed >> np.uint64(32)) & mask)
+        out[outside] = left << half | right
+        outside = out >= n
+    return out
+
+
+def read_meta(data_dir):
+    """meta.json of a data folder, or None for shards that come without one. Raises UserError if there is no data."""
+    folder = Path(data_dir)
+    command = f"python prepare_fineweb.py --source=... --out={shlex.quote(str(folder))}"
+    if (folder / "progress.json").exists():
+        raise UserError(f"{folder} is only half prepared: run its prepare_fineweb.py command again, it continues")
+    if not (folder / "meta.json").exists():
+        if not folder.is_dir() or not any(folder.glob("*.bin")):
+            raise UserError(f"no data in {folder}: prepare it with: {command}")
+        return None
+    try:
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        for split in prepare_fineweb.SPLITS:
+            [(str(s["file"]), int(s["tokens"]), int(s["crc32"])) for s in meta["splits"][split]["shards"]]
+        int(meta["vocab_size"])
+        return meta
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise UserError(f"{folder}/meta.json is damaged ({type(e).__name__}: {e}): prepare the data again") from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Device and processes
+
+
+def choose_device(requested):
+    """(device, reason) for this process."""
+    local_rank, local_world = (int(os.environ.get(k, d)) for k, d in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
+    if not dist.is_torchelastic_launched():
+        local_rank, local_world = 0, 1
+    kind, reason = requested, "as asked"
+    if requested == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        reason = "no GPU found" if kind == "cpu" else "found"
+    if kind == "cuda":
+        if not torch.cuda.is_available():
+            raise UserError("device=cuda, but PyTorch sees no CUDA device; use --device=auto")
+        if local_world > torch.cuda.device_count():
+            raise UserError(f"{local_world} processes on {torch.cuda.device_count()} CUDA devices: lower --nproc_per_node")
+        torch.cuda.set_device(local_rank)
+        return torch.device("cuda", local_rank), f"{reason}: {torch.cuda.get_device_name(local_rank)}"
+    if kind == "mps" and not torch.backends.mps.is_available():
+        raise UserError("device=mps, but PyTorch sees no Apple GPU; use --device=auto")
+    if kind == "mps" and local_world > 1:
+        raise UserError("device=mps works with one process only")
+    return torch.device(kind), reason
+
+
+def choose_dtype(requested, device):
+    """(compute dtype, reason). Weights and optimizer state are float32 whatever it is (float64 for float64)."""
+    if device.type == "cuda":
+        fast_bf16, lacks = torch.cuda.is_bf16_supported(including_emulation=False), "this GPU has no bfloat16"
+    else:
+        fast_bf16, lacks = device.type == "cpu" and torch.cpu._is_amx_tile_supported(), "bfloat16 is slow here"
+    if requested == "auto":
+        return (torch.bfloat16, "fast here") if fast_bf16 else (torch.float32, lacks)
+    if requested == "bfloat16" and device.type == "cuda" and not fast_bf16:
+        raise UserError(f"dtype=bfloat16, but {lacks}; use --dtype=float32")
+    if requested == "float64" and device.type == "mps":
+        raise UserError("dtype=float64 does not exist on device=mps; use --dtype=float32")
+    return getattr(torch, requested), "as asked"
+
+
+def autocast(device, dtype):
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16)
+
+
+def compile_model(model, mode, device, say):
+    """Compile in place (names in the state dict stay as they are); eager with one warning where no compiler works."""
+    if mode == "off" or (mode == "auto" and device.type != "cuda"):
+        return "off"
+    try:
+        torch.compile(lambda x: x * 2 + 1)(torch.ones(8, device=device))
+    except Exception as e:  # whatever a missing C compiler or Triton raises
+        say(f"warning: torch.compile does not work here, going on without ({str(e).strip().splitlines()[0][:120]})")
+        torch._dynamo.reset()
+        return "off, no working compiler"
+    model.compile(dynamic=False)
+    return "on"
+
+
+def sum_over_ranks(values, device):
+    """Element-wise sum over all processes of a list of numbers."""
+    if not dist.is_initialized():
+        return values
+    total = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(total)
+    return total.tolist()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Evaluation and checkpoints
+
+
+@torch.no_grad()
+def evaluate(model, tokens, batch, device, dtype, limit=None, rank=0, world=1):
+    """Mean NLL in nats over the first `limit` predictable tokens of a split (None: all), and their number.
+
+    Every token but the first is predicted once, from at most seq_len before it; batches are dealt out to the ranks. All
+    batches have one shape, with targets of -1 (not counted) behind the last token.
+    """
+    T, n = tokens.seq_len, tokens.total - 1 if limit is None else min(limit, tokens.total - 1)
+    nll, count = 0.0, 0
+    for first in range(rank * batch * T, n, world * batch * T):
+        stretch = tokens.read(first, min(batch * T, n - first) + 1)
+        x, y = np.zeros(batch * T, np.int64), np.full(batch * T, -1)
+        x[:len(stretch) - 1], y[:len(stretch) - 1] = stretch[:-1], stretch[1:]
+        x, y = (torch.from_numpy(a).view(batch, T).to(device) for a in (x, y))
+        with autocast(device, dtype):
+            loss = model(x, y)[1]
+        nll, count = nll + loss.item() * (len(stretch) - 1), count + len(stretch) - 1
+    nll, count = sum_over_ranks([nll, float(count)], device)
+    return nll / count, int(count)
+
+
+def save_checkpoint(folder, name, content):
+    """Atomic: whoever reads the file finds the old content or the new, whole."""
+    path, aside = Path(folder) / name, Path(folder) / f"{name}.tmp"
+    try:
+        with open(aside, "wb") as f:
+            torch.save(content, f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(aside, path)
+    except (OSError, RuntimeError) as e:
+        aside.unlink(missing_ok=True)
+        kept = "; the one saved before is kept" if path.exists() else ""
+        raise UserError(f"cannot write {path} ({str(e).splitlines()[0]}){kept}") from None
+
+
+def load_checkpoint(path):
+    """Checkpoint on the host, as tensors and plain types only; raises UserError if the file cannot be used."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        config = {k: v for k, v in content["config"].items() if k in SCHEMA}
+        content["cfg"] = GPTConfig(**{f.name: config[f.name] for f in fields(GPTConfig) if f.name in config})
+        # names may carry the prefixes of wrappers when the file was written by other code
+        content["model"] = {k.replace("_orig_mod.", "").removeprefix("module."): v for k, v in content["model"].items()}
+        return content
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist") from None
+    except Exception as e:  # a damaged file can raise anything
+        reason = str(e).strip().splitlines()[0][:200] if str(e).strip() else type(e).__name__
+        raise UserError(f"{path} is not a usable checkpoint ({reason})") from None
+
+
+def load_weights(model, content, path):
+    try:
+        model.load_state_dict(content["model"])
+    except RuntimeError as e:
+        raise UserError(f"{path} does not fit the model: {' '.join(str(e).split())[:300]}") from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The run
+
+
+def train(cfg, t):
+    device, why_device = choose_device(t.device)
+    dtype, why_dtype = choose_dtype(t.dtype, device)
+    rank, world = start_processes(device)
+    say = print if rank == 0 else lambda *_, **__: None
+    accumulate = check_batch(cfg, t, world)
+    sequences = accumulate * world * t.micro_batch  # per step
+    cfg, data, val, about_data = open_data(cfg, t, rank)
+
+    torch.manual_seed(t.seed)
+    model = GPT(cfg)  # made on the host, so that a seed gives the same weights on every device
+    model = model.to(device, torch.float64 if dtype == torch.float64 else None)
+    optimizer = make_optimizer(model, t, device)
+    if rank == 0:
+        open_run_folder(cfg, t)
+    barrier()
+    start, best = resume(cfg, t, model, optimizer, about_data, say) if t.resume else (0, math.inf)
+    compiled = compile_model(model, t.compile, device, say)
+    introduce(cfg, t, model, data, world, accumulate, say)
+    say(f"device: {device} ({why_device}); dtype: {str(dtype)[6:]} ({why_dtype}); compile: {compiled}")
+    if start >= t.max_steps:
+        return say(f"{t.out_dir} is finished: {start} of {t.max_steps} steps are done; raise --max_steps to go on")
+
+    wrapped = model
+    if world > 1:
+        wrapped = torch.nn.parallel.DistributedDataParallel(
+            model, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True)
+    stop, log = StopSignal(), Log(t, start, device) if rank == 0 else None
+
+    def checkpoint(done, best):
+        return dict(config=asdict(cfg) | asdict(t), data=about_data, step=done, tokens=done * t.tokens_per_step,
+                    best=best, rng=torch.get_rng_state(), model=model.state_dict())
+
+    for step in range(start, t.max_steps):
+        began = time.perf_counter()
+        windows = data.order(t.seed, step, sequences)
+        loss = 0.0
+        for i, mine in enumerate(windows.reshape(accumulate, world, t.micro_batch)[:, rank]):
+            rows = torch.from_numpy(data.rows(mine)).to(device)
+            last_micro = i == accumulate - 1
+            with nullcontext() if world == 1 or last_micro else wrapped.no_sync():  # gradients are averaged once a step
+                with autocast(device, dtype):
+                    part = wrapped(rows[:, :-1], rows[:, 1:])[1] / accumulate
+                part.backward()
+            loss = loss + part.detach()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), t.grad_clip or math.inf).item()
+        loss, signalled = sum_over_ranks([loss.item() / world, stop.number > 0], device)  # all ranks decide alike
+        if not math.isfinite(loss + norm):
+            raise UserError(f"step {step + 1}: loss {loss}, gradient norm {norm}. Stopped before the update, the saved "
+                            "checkpoints are good. Lower --lr, or set --grad_clip")
+        for group in optimizer.param_groups:
+            group["lr"] = t.lr_at(step) * group["lr_mult"]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        seconds, done, val_loss = time.perf_counter() - began, step + 1, None
+
+        if val and evaluation_due(t, done):
+            val_loss, _ = evaluate(model, val, t.micro_batch, device, dtype, t.eval_tokens, rank, world)
+        if rank == 0:
+            log.step(done, loss, t.lr_at(step), norm, seconds, val_loss, data, windows)
+            if val_loss is not None and val_loss < best:
+                best = val_loss
+                save_checkpoint(t.out_dir, "best.pt", checkpoint(done, best))
+            if signalled or done == t.max_steps or (t.save_every and done % t.save_every == 0):
+                save_checkpoint(t.out_dir, "last.pt", checkpoint(done, best) | {"optimizer": optimizer.state_dict()})
+        if signalled and done < t.max_steps:
+            say(f"stopped by a signal after step {done}, {t.out_dir}/last.pt is saved; go on with --resume=true")
+            barrier()
+            return sys.exit(128 + (stop.number or signal.SIGTERM))
+    found = f", best val loss {best:.4f}" if best < math.inf else ""
+    say(f"done: {t.max_steps} steps{found}; evaluate with: python eval.py {shlex.quote(t.out_dir)}")
+
+
+def start_processes(device):
+    """(rank, number of processes). torchrun's own flag decides: variables that a shell left behind do not count."""
+    if not dist.is_torchelastic_launched():
+        return 0, 1
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return dist.get_rank(), dist.get_world_size()
+
+
+def barrier():
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def check_batch(cfg, t, world):
+    """Micro-steps per optimizer step."""
+    unit = t.micro_batch * cfg.seq_len * world
+    if t.tokens_per_step % unit:
+        below = t.tokens_per_step // unit * unit
+        nearest = " or ".join(f"--tokens_per_step={n}" for n in (below, below + unit) if n)
+        raise UserError(f"tokens_per_step={t.tokens_per_step} does not divide by micro_batch={t.micro_batch} x "
+                        f"seq_len={cfg.seq_len} x {world} process{'es' * (world > 1)} = {unit}: use {nearest} or another "
+                        "--micro_batch")
+    return t.tokens_per_step // unit
+
+
+def open_data(cfg, t, rank):
+    """(cfg with the vocabulary, train split, val split or None, what identifies the data)."""
+    if rank == 0 and t.prepare and not Path(t.data_dir).exists():
+        print(f"preparing {t.data_dir}: prepare_fineweb.py {t.prepare}")
+        prepare_fineweb.main([*shlex.split(t.prepare), f"--out={t.data_dir}"])
+    barrier()
+    meta = read_meta(t.data_dir)
+    if not (meta or cfg.vocab_size):
+        raise UserError(f"{t.data_dir} has no meta.json that tells the vocabulary: give --vocab_size")
+    vocab = meta["vocab_size"] if meta else cfg.vocab_size
+    if vocab > (cfg.vocab_size or vocab):
+        raise UserError(f"the data in {t.data_dir} has a vocabulary of {vocab}, more than vocab_size={cfg.vocab_size}")
+    cfg = replace(cfg, vocab_size=cfg.vocab_size or vocab)
+    data = Tokens(t.data_dir, "train", cfg.seq_len, cfg.vocab_size)
+    val = Tokens(t.data_dir, "val", cfg.seq_len, cfg.vocab_size) if t.eval_every or t.eval_at_tokens else None
+    shards = meta["splits"]["train"]["shards"] if meta else []
+    return cfg, data, val, dict(tokenizer=meta["tokenizer"] if meta else "", train_tokens=data.total,
+                                train_crc32=zlib.crc32(json.dumps(shards).encode()))
+
+
+def make_optimizer(model, t, device):
+    groups = model.param_groups(t.weight_decay, t.route_lr_mult)
+    if sorted(id(p) for g in groups for p in g["params"]) != sorted(id(p) for p in model.parameters()):
+        raise AssertionError("GPT.param_groups must hold every parameter exactly once")
+    # fused is the faster one on both: on two CPU cores 8 ms against 18 (for loop) and 53 (foreach), 16M parameters
+    return torch.optim.AdamW(groups, t.lr, (t.beta1, t.beta2), t.adam_eps, fused=device.type in ("cpu", "cuda"))
+
+
+folder_lock = None  # open as long as this process trains, so that no other writes to the same run folder
+
+
+def open_run_folder(cfg, t):
+    """Make the run folder, lock it, and fill in what describes the run."""
+    global folder_lock
+    out, here = Path(t.out_dir), Path(__file__).resolve().parent
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        folder_lock = None  # of an earlier run in this process
+        folder_lock = open(out / "lock", "w", encoding="utf-8")
+        fcntl.flock(folder_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not t.resume and any((out / name).exists() for name in ("config.toml", "log.csv", "last.pt")):
+            raise UserError(f"{out} holds a run already: go on with it (--resume=true) or choose another --out_dir")
+        with open(out / "config.toml", "w", encoding="utf-8") as f:
+            f.write(to_toml(cfg, t))
+        (out / "source").mkdir(exist_ok=True)
+        for path in here.glob("*.py"):
+            shutil.copy(path, out / "source")
+        git = subprocess.run(["git", "-C", here, "describe", "--always", "--dirty"], capture_output=True, text=True)
+        with open(out / "environment.txt", "w", encoding="utf-8") as f:
+            f.write(f"command: {shlex.join(sys.argv)}\ncommit: {git.stdout.strip() or 'unknown'}\n"
+                    f"python: {sys.version}\ntorch: {torch.__version__}\n"
+                    f"machine: {platform.platform()}, {os.cpu_count()} cores\n")
+    except BlockingIOError:
+        raise UserError(f"another process is training in {out}: wait for it or choose another --out_dir") from None
+    except OSError as e:
+        raise UserError(f"cannot write to the run folder {out} ({e.strerror or e}): choose another --out_dir") from None
+
+
+def resume(cfg, t, model, optimizer, about_data, say):
+    """Load last.pt into model and optimizer; returns (steps done, best val loss), (0, inf) if there is none yet."""
+    path = Path(t.out_dir) / "last.pt"
+    if not path.exists():
+        say(f"nothing to resume in {t.out_dir}: starting fresh")
+        return 0, math.inf
+    saved = load_checkpoint(path)
+    if "optimizer" not in saved:
+        raise UserError(f"{path} has no optimizer state, so the run cannot go on exactly: start another --out_dir")
+    new = asdict(cfg) | asdict(t)
+    changed = {k: f"{k}: {saved['config'][k]} -> {v}" for k, v in new.items() if saved["config"].get(k, v) != v}
+    fixed = {f.name for f in fields(GPTConfig)} - {"route_impl", "remat"} | {"seed", "tokens_per_step"}
+    other = ", ".join(changed[k] for k in sorted(fixed & set(changed)))
+    if other:
+        raise UserError(f"{path} is of another run ({other}): put the old values back, or choose another --out_dir")
+    if saved["data"] != about_data:
+        raise UserError(f"the data in {t.data_dir} is not what {path} was trained on: choose another --out_dir")
+    load_weights(model, saved, path)
+    optimizer.load_state_dict(saved["optimizer"])
+    torch.set_rng_state(saved["rng"])
+    changed.pop("resume", None)
+    news = f"; changed: {', '.join(changed.values())}" if changed else ""
+    say(f"resuming {t.out_dir} after step {saved['step']}{news}")
+    return saved["step"], saved["best"]
+
+
+def introduce(cfg, t, model, data, world, accumulate, say):
+    n, res, budget = model.count(), model.residual, t.max_steps * t.tokens_per_step
+    say(f"model: {cfg.residual_mode}, {cfg.n_layer} layers of width {cfg.n_embd}, {n['total']:,} parameters "
+        f"({n['non_embedding']:,} without embeddings, {n['router']:,} of them for routing)")
+    if hasattr(res, "depth_block"):
+        say(f"depth: {2 * cfg.n_layer} sublayers in {math.ceil(2 * cfg.n_layer / res.depth_block)} depth blocks of "
+            f"{res.depth_block}, {res.route_heads} depth head{'s' * (res.route_heads > 1)}")
+    say(f"data: {t.data_dir}, {data.total:,} train tokens; {t.max_steps:,} steps use {budget:,}, "
+        f"{budget / (data.windows * cfg.seq_len):.2f} epochs")
+    say(f"step: {t.tokens_per_step:,} tokens = {t.micro_batch} sequences x {cfg.seq_len} tokens x {world} "
+        f"process{'es' * (world > 1)} x {accumulate} micro-step{'s' * (accumulate > 1)}")
+
+
+def evaluation_due(t, done):
+    before, now = (done - 1) * t.tokens_per_step, done * t.tokens_per_step
+    regular = t.eval_every and (done % t.eval_every == 0 or done == t.max_steps)
+    return regular or any(before < m <= now for m in t.milestones())
+
+
+class StopSignal:
+    """Ctrl-C and SIGTERM end the run after the step at hand; a second Ctrl-C at once."""
+
+    def __init__(self):
+        self.number = 0
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.handle)
+
+    def handle(self, number, _):
+        if number == self.number == signal.SIGINT:
+            os._exit(128 + number)  # files are replaced at once, so none is damaged
+        # torchrun passes Ctrl-C on as SIGTERM: that is not a second wish
+        self.number = self.number or number
+        print(f"\nsignal {number}: stopping after this step (Ctrl-C again stops at once)", flush=True)
+
+
+class Log:
+    """log.csv, one line per logged step on stdout, a status line in a terminal, and the tracker."""
+    columns = "step tokens loss val_loss lr grad_norm tok_per_s ms mem_mb crc".split()
+
+    def __init__(self, t, start, device):
+        self.t, self.start, self.device = t, start, device
+        self.steps, self.seconds, self.begin = 0, 0.0, time.monotonic()
+        self.path, self.track, self.status = Path(t.out_dir) / "log.csv", open_tracker(t), sys.stdout.isatty()
+        try:
+            rows = []
+            if start and self.path.exists():  # rows behind the checkpoint are made again
+                with open(self.path, encoding="utf-8", newline="") as f:
+                    rows = [r for r in csv.reader(f) if len(r) == len(self.columns) and r[0].isdigit()]
+                rows = [r for r in rows if int(r[0]) <= start]
+            with open(self.path.with_suffix(".tmp"), "w", encoding="utf-8", newline="") as f:
+                csv.writer(f).writerows([self.columns, *rows])
+            os.replace(self.path.with_suffix(".tmp"), self.path)
+            self.file = open(self.path, "a", encoding="utf-8", newline="")
+        except OSError as e:
+            raise UserError(f"cannot write {self.path} ({e.strerror or e})") from None
+
+    def step(self, done, loss, lr, norm, seconds, val_loss, data, windows):
+        t, self.steps, self.seconds = self.t, self.steps + 1, self.seconds + seconds
+        if done % t.log_every == 0 or done == t.max_steps or val_loss is not None:
+            ms, speed = 1e3 * self.seconds / self.steps, self.steps * t.tokens_per_step / self.seconds
+            crc = zlib.crc32(data.rows(windows).astype("<u4").tobytes())
+            values = [done, done * t.tokens_per_step, loss, "" if val_loss is None else val_loss, lr, norm,
+                      round(speed, 1), round(ms, 2), round(memory_mb(self.device), 1), f"{crc:08x}"]
+            try:
+                csv.writer(self.file).writerow(values)
+                self.file.flush()
+            except OSError as e:
+                raise UserError(f"cannot write {self.path} ({e.strerror or e})") from None
+            val = "" if val_loss is None else f" val:{val_loss:.4f}"
+            self.line(f"step:{done}/{t.max_steps} loss:{loss:.4f}{val} lr:{lr:.1e} norm:{norm:.2f} ms:{ms:.0f} "
+                      f"tok/s:{short(speed)} mem:{values[8] / 1024:.1f}G left:{self.left(done)}")
+            self.track({k: v for k, v in zip(self.columns[2:9], values[2:9]) if v != ""}, done)
+            self.steps, self.seconds = 0, 0.0
+        if self.status:
+            bar = "#" * (30 * done // t.max_steps)
+            end = "" if done < t.max_steps else "\n"
+            print(f"\r[{bar:30}] {done}/{t.max_steps}, {self.left(done)} left\033[K", end=end, flush=True)
+
+    def line(self, text):
+        print(f"\r{text}\033[K" if self.status else text, flush=True)
+
+    def left(self, done):
+        seconds = (time.monotonic() - self.begin) / (done - self.start) * (self.t.max_steps - done)
+        return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02d}:{int(seconds) % 60:02d}"
+
+
+def short(n):
+    for unit, size in (("M", 1e6), ("k", 1e3)):
+        if n >= size:
+            return f"{n / size:.2f}{unit}"
+    return f"{n:.0f}"
+
+
+def memory_mb(device):
+    """Peak memory: of the GPU where there is one, else of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**20
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+def open_tracker(t):
+    """A function (values, step) that passes a log row on to the experiment tracker."""
+    if t.tracker == "none":
+        return lambda values, step: None
+    try:
+        if t.tracker == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
+            writer = SummaryWriter(t.out_dir)
+            return lambda values, step: [writer.add_scalar(k, v, step) for k, v in values.items()]
+        import wandb
+    except ImportError as e:
+        raise UserError(f"tracker={t.tracker} needs a package that is missing ({e}): pip install {t.tracker}") from None
+    run = wandb.init(project="nanodepth", name=Path(t.out_dir).name, config=asdict(t))
+    return lambda values, step: run.log(values, step=step)
+
+
+def main(argv=None):
+    first = os.environ.get("RANK", "0") == "0" or not dist.is_torchelastic_launched()
+    try:
+        configs = load_config(sys.argv[1:] if argv is None else argv)
+    except UserError as e:
+        sys.exit(f"train.py: {e}" if first else 1)
+    try:
+        train(*configs)
+    except UserError as e:
+        sys.exit(f"train.py: {e}")
+    except KeyboardInterrupt:
+        sys.exit("train.py: interrupted")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
