@@ -411,7 +411,7 @@ def start_or_continue(out, settings, digest):
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise UserError(f"{out}: cannot use this folder ({type(e).__name__}: {e})") from None
     if changed:
-        raise UserError(f"{out} was prepared from other input ({', '.join(changed)}): delete it or choose another --out")
+        raise UserError(f"{out} was prepared from other input ({', '.join(changed)}): delete it or use another --out")
     if path.name == "meta.json":
         print(f"{out} is complete already ({done} documents): nothing to do")
         return None

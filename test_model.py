@@ -990,7 +990,7 @@ def test_resume_without_a_checkpoint_starts_fresh(data, tmp_path, capsys):
 
 @pytest.mark.parametrize("settings, message", [
     (dict(tokens_per_step=100), "--tokens_per_step=64 or --tokens_per_step=128"),
-    (dict(tokens_per_step=10), "use --tokens_per_step=64 or another"),
+    (dict(tokens_per_step=10), "use --tokens_per_step=64 or another --micro_batch"),
     (dict(vocab_size=100), "vocabulary of 257, more than vocab_size=100"),
     (dict(data_dir="/nonexistent"), "no data in /nonexistent: prepare it with: python prepare_fineweb.py"),
     (dict(seq_len=10**6, tokens_per_step=2 * 10**6), "fewer than one window"),

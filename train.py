@@ -307,7 +307,7 @@ def choose_device(requested):
         if not torch.cuda.is_available():
             raise UserError("device=cuda, but PyTorch sees no CUDA device; use --device=auto")
         if local_world > torch.cuda.device_count():
-            raise UserError(f"{local_world} processes on {torch.cuda.device_count()} CUDA devices: lower --nproc_per_node")
+            raise UserError(f"{local_world} processes on {torch.cuda.device_count()} GPUs: lower --nproc_per_node")
         torch.cuda.set_device(local_rank)
         return torch.device("cuda", local_rank), f"{reason}: {torch.cuda.get_device_name(local_rank)}"
     if kind == "mps" and not torch.backends.mps.is_available():
@@ -520,8 +520,8 @@ def check_batch(cfg, t, world):
         below = t.tokens_per_step // unit * unit
         nearest = " or ".join(f"--tokens_per_step={n}" for n in (below, below + unit) if n)
         raise UserError(f"tokens_per_step={t.tokens_per_step} does not divide by micro_batch={t.micro_batch} x "
-                        f"seq_len={cfg.seq_len} x {world} process{'es' * (world > 1)} = {unit}: use {nearest} or another "
-                        "--micro_batch")
+                        f"seq_len={cfg.seq_len} x {world} process{'es' * (world > 1)} = {unit}: use {nearest} "
+                        "or another --micro_batch")
     return t.tokens_per_step // unit
 
 
