@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from model import GPT
 from prepare_fineweb import UserError, get_encoding
-from train import (Tokens, autocast, choose_device, choose_dtype, evaluate, load_checkpoint, load_weights,
+from train import (Tokens, autocast, choose_device, choose_dtype, evaluate, fail, load_checkpoint, load_weights,
                    read_meta, start_processes)
 
 
@@ -64,7 +64,11 @@ def measure(args, model, saved, device, dtype, rank, world):
     data_dir = args.data_dir or saved["config"]["data_dir"]
     meta, cfg = read_meta(data_dir), model.cfg
     data = Tokens(data_dir, args.split, cfg.seq_len, cfg.vocab_size)
-    nll, count = evaluate(model, data, args.batch, device, dtype, None, rank, world)
+
+    def show(part):
+        if sys.stderr.isatty() and rank == 0:
+            print(f"\r{100 * part:3.0f} %\033[K\r", end="", file=sys.stderr, flush=True)
+    nll, count = evaluate(model, data, args.batch, device, dtype, None, rank, world, show)
     text_bytes = meta["splits"][args.split]["text_bytes"] if meta else None  # the first token is never text
     return {"run": args.run, "mode": cfg.residual_mode, "step": saved["step"], "data_dir": data_dir,
             "split": args.split, "tokens": count, "loss": nll, "perplexity": math.exp(min(nll, 700)),
@@ -72,11 +76,11 @@ def measure(args, model, saved, device, dtype, rank, world):
 
 
 def sample(args, model, saved, device, dtype):
-    """Continuations of the prompt as a list of texts."""
-    tokenizer = saved["data"]["tokenizer"]
-    if not tokenizer:
-        raise UserError("the run's data names no tokenizer (no meta.json), so --prompt cannot be encoded")
-    encoding = get_encoding(tokenizer)
+    """Continuations of the prompt as a list of texts. The tokenizer is the one beside the data: no network needed."""
+    path = Path(args.data_dir or saved["config"]["data_dir"]) / "tokenizer.json"
+    if not path.exists() and saved["data"]["tokenizer"] != "bytes":
+        raise UserError(f"{path} is missing, so --prompt cannot be encoded: give the data's folder with --data_dir")
+    encoding = get_encoding(str(path) if path.exists() else "bytes")
     ids = [encoding.eot_token, *encoding.encode_ordinary(args.prompt)]
     torch.manual_seed(args.seed)
     with autocast(device, dtype):
@@ -106,11 +110,12 @@ def main(argv=None):
                       f"loss {result['loss']:.6f}, perplexity {result['perplexity']:.3f}, {bpb}, "
                       f"{result['tokens']:,} tokens")
     except UserError as e:
-        sys.exit(f"eval.py: {e}")
+        fail(e)
     except KeyboardInterrupt:
         sys.exit("eval.py: interrupted")
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,23 +1,33 @@
 """Turn text into token shards that train.py reads.
 
-    python prepare_fineweb.py --source=stdlib --tokenizer=bytes --out=data/stdlib    needs no network
-    python prepare_fineweb.py --source=my_texts --tokenizer=bytes --out=data/mine    your own .txt: a file or a folder
+    python prepare_fineweb.py --out=data/fineweb                   FineWeb-Edu, its 10B-token sample, as GPT-2's tokens
+    python prepare_fineweb.py --source=my_texts --out=data/mine    your own files: .txt, .jsonl, .parquet
+    python prepare_fineweb.py --source=stdlib --out=data/stdlib    the text of this Python: needs no network
+    cat docs.jsonl | python prepare_fineweb.py --source=- --format=jsonl --out=data/mine
+    python prepare_fineweb.py --verify --out=data/mine                   compare the shards with their checksums
 
 Every document is encoded as ordinary text behind one end-of-text token. A hash of its text decides its split: of 100
 hashes `--holdout` each go to val and to test, the rest to train. Val and test are filled in stream order up to
 --val_tokens and --test_tokens and what they cannot take is dropped: so they stay the same however much training data
 is prepared, and no text is ever in two splits.
 
-A shard is the .bin of llm.c and modded-nanogpt: a header of 256 int32 (magic 20240520, version 1, number of tokens),
-then the tokens as little-endian uint16. It is written as .part and renamed when complete. meta.json, written last,
-holds source, tokenizer, vocabulary size, counts and a CRC-32 of each shard's tokens. The same command continues an
-interrupted preparation where it stopped, and does nothing when all is done.
+A shard is the .bin of llm.c and modded-nanogpt: a header of 256 int32 (magic, version, number of tokens), then the
+tokens, uint16, or uint32 where the vocabulary is larger than 65,536. It is written as .part and renamed when complete.
+meta.json, written last, holds source, tokenizer, vocabulary size, counts and a CRC-32 of each shard's tokens;
+tokenizer.json all that is needed to encode and decode. The same command continues an interrupted preparation where it
+stopped, to the same bytes, and does nothing when all is done. Memory is bounded: 2 * workers + 2 chunks of a million
+characters, the longest document and one row group, however large the source is.
 """
 import argparse
+import base64
+import glob
+import gzip
 import hashlib
+import io
 import json
 import multiprocessing
 import os
+import shlex
 import signal
 import sys
 import sysconfig
@@ -25,25 +35,38 @@ import threading
 import time
 import tokenize
 import unicodedata
+import urllib.request
 import zlib
 from collections import deque
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 SPLITS = "train", "val", "test"
 HEADER_BYTES = 1024  # 256 int32
-FORMATS = {(20240520, 1): np.dtype("<u2")}  # (magic, version) -> type of a token
+# (magic, version) -> type of a token. The second is llm.c's for larger vocabularies.
+FORMATS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
 END_OF_TEXT = "<|endoftext|>"
-CHUNK_CHARS = 1 << 20  # text handed to a worker at once; with the longest document it bounds the memory
+CHUNK_CHARS = 1 << 20  # text handed to a worker at once
 TXT_CHARS = 10_000  # longer .txt files are cut at line ends into documents of about this size
+SEGMENT_CHARS = 20_000, 100_000  # longer documents are encoded in segments: see `segments`
 SAVE_SECONDS = 5  # how often the state for a continued run is written
+SUFFIXES = ".txt", ".jsonl", ".parquet"
+TIMEOUT = 8  # seconds without an answer from the network
 
 
 class UserError(Exception):
     """Something the user can mend; the scripts print it as one line."""
+
+
+class Bad(str):
+    """Why a document cannot be used."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -63,6 +86,38 @@ def read_header(path):
         raise UserError(f"{path}: damaged: its header promises {tokens} tokens, the file holds {found:g}; "
                         "delete it and prepare the data again")
     return tokens, dtype
+
+
+def check_crc(path, expected):
+    """Compare a shard's tokens with their CRC-32 in meta.json."""
+    crc = 0
+    with open(path, "rb") as f:
+        f.seek(HEADER_BYTES)
+        while block := f.read(1 << 22):
+            crc = zlib.crc32(block, crc)
+    if crc != expected:
+        raise UserError(f"{path}: damaged: its checksum is {crc:08x}, meta.json has {expected:08x}; delete the folder "
+                        "and prepare the data again")
+
+
+def read_meta(data_dir):
+    """meta.json of a data folder, or None for shards that come without one. Raises UserError if there is no data."""
+    folder = Path(data_dir)
+    if (folder / "progress.json").exists():
+        raise UserError(f"{folder} is only half prepared: run its prepare_fineweb.py command again, it continues")
+    if not (folder / "meta.json").exists():
+        if not folder.is_dir() or not any(folder.glob("*.bin")):
+            raise UserError(f"no data in {folder}: prepare it with: python prepare_fineweb.py --source=... "
+                            f"--out={shlex.quote(str(folder))}")
+        return None
+    try:
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        for split in SPLITS:
+            [(str(s["file"]), int(s["tokens"]), int(s["crc32"])) for s in meta["splits"][split]["shards"]]
+        int(meta["vocab_size"])
+        return meta
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise UserError(f"{folder}/meta.json is damaged ({type(e).__name__}: {e}): prepare the data again") from None
 
 
 class Writer:
@@ -132,61 +187,267 @@ def write_json(path, value):
     """Replace a file at once: readers see the old content or the new, never half of it."""
     aside = path.with_suffix(".tmp")
     with open(aside, "w", encoding="utf-8") as f:
-        json.dump(value, f, indent=1, ensure_ascii=False)
+        json.dump(value, f, indent=1)
         f.flush()
         os.fsync(f.fileno())
     os.replace(aside, path)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Sources: a list of files, and a reader that yields (line, text), or (line, Bad(reason)), for each document of one
+# Sources: files in a fixed order, and for each kind a reader
 
 
-class Bad(str):
-    """Why a document cannot be used."""
+class Source(NamedTuple):
+    stem: str  # start of the shards' names
+    files: list  # [name, bytes] in the order of the stream
+    fetch: Callable  # index of a file -> local path; waits for a download
+    kind: str = ""  # suffix that stands for all files, whatever their names
+    hub: dict | None = None  # what a continued run needs in place of asking the Hub again
+
+    def changed(self, name):
+        """When a local file was last changed, as far as that can be told."""
+        return os.stat(name).st_mtime_ns if self.hub is None and name != "-" else 0
+
+    def documents(self, i, skip, text_key):
+        """Yield (index, where, bytes of the file read so far, text or Bad) of file i from index `skip` on."""
+        name, size = self.files[i]
+        index = skip - 1
+        reader = READERS[self.kind or os.path.splitext(name.removesuffix(".gz").removesuffix(".zst"))[1]]
+        try:
+            for index, *document in reader(self.fetch(i), skip, text_key):
+                yield index, *document
+            if index < 0:
+                yield 0, "", size, Bad("holds no document")
+        except (EOFError, OSError, ValueError, zlib.error, *zstd_errors()) as e:  # pyarrow's are among these
+            if getattr(e, "errno", None) is not None:
+                raise
+            yield index + 1, "", size, Bad(f"cut short or damaged: {str(e).strip().splitlines()[0]}")
 
 
-def find_files(source):
-    """`stdlib`, or a .txt file or folder -> (reader, list of files in a fixed order)."""
-    if source == "stdlib":
+def find_source(args, hub):
+    """--source -> Source; `hub` is what an earlier run found there."""
+    if args.source == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
         files = (p for p in root.rglob("*.py") if not {"site-packages", "dist-packages"} & set(p.parts))
-        return read_python, sorted(files)
-    path = Path(source)
-    if not path.exists():
-        raise UserError(f"--source={source}: no such file or folder (`stdlib` is the text of this Python)")
-    files = sorted(p for p in path.rglob("*") if p.suffix == ".txt" and p.is_file()) if path.is_dir() else [path]
-    if not files:
-        raise UserError(f"--source={source}: there is no .txt file in this folder")
-    return read_txt, files
+        return local_source("stdlib", files, ".py")
+    if args.source == "fineweb-edu":
+        return hub_source("HuggingFaceFW/fineweb-edu", args.config or "sample-10BT", args, hub)
+    if args.source.startswith("hf:"):
+        return hub_source(args.source[3:], args.config, args, hub)
+    kind = "." + args.format if args.format else ""
+    if args.source == "-":
+        return Source("stdin", [["-", 0]], lambda i: "-", kind or ".txt")
+    path = Path(args.source)
+    found = [Path(p) for p in glob.glob(args.source, recursive=True)] or ([path] if path.exists() else [])
+    if not found:
+        raise UserError(f"--source={args.source}: no such file or folder")
+    files = [f for p in found for f in (p.rglob("*") if p.is_dir() else [p]) if f.is_file()]
+    usable = [f for f in files if kind or is_text(f.name)]
+    if not usable:
+        raise UserError(f"--source={args.source}: no file that ends in {', '.join(SUFFIXES)} (or these with .gz, .zst); "
+                        "for other names give --format")
+    if len(usable) < len(files):
+        left_out = sorted(set(files) - set(usable))
+        print(f"{len(left_out)} files of other kinds are left out, the first is {left_out[0]}")
+    return local_source(path.name.split(".")[0] if path.exists() else "text", usable, kind)
 
 
-def read_python(path):
-    """A source file is one document; pydoc's topics, a dictionary of texts, are one each."""
-    if path.parent.name == "pydoc_data" and path.stem == "topics":
-        from pydoc_data.topics import topics
-        yield from enumerate(topics.values())
-        return
-    with open(path, "rb") as f:
+def local_source(stem, files, kind):
+    files = [[str(p), p.stat().st_size] for p in sorted(files)]
+    return Source(stem or "text", files, lambda i: files[i][0], kind)
+
+
+def hub_source(repo, config, args, hub):
+    """A dataset of the Hugging Face Hub: the data files that its card lists for a configuration."""
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise UserError(f"--source={args.source} needs huggingface_hub: pip install -r requirements-data.txt") from None
+    if hub is None:
         try:
-            encoding, _ = tokenize.detect_encoding(f.readline)
-            f.seek(0)
-            yield 1, f.read().decode(encoding)
-        except (SyntaxError, UnicodeDecodeError, LookupError) as e:  # the installation's own tests of bad encodings
-            yield 1, Bad(f"not text: {e}")
+            info = huggingface_hub.HfApi().dataset_info(repo, revision=args.revision or None, files_metadata=True,
+                                                        timeout=TIMEOUT)
+        except Exception as e:  # what is raised depends on the version of the library
+            raise UserError(f"cannot reach {repo} on the Hub ({first_line(e)}). Without network: copy the dataset's "
+                            ".parquet files into a folder and give --source=FOLDER, or use --source=stdlib") from None
+        files = choose_files(info, config, repo)
+        size = sum(n for _, n in files) / 1e6
+        print(f"{repo}, {config or 'default'}: {len(files)} files, {size:,.0f} MB to download")
+        hub = dict(revision=info.sha, files=files)
+    files, ahead, waiting = hub["files"], ThreadPoolExecutor(1), {}
+
+    def download(i):
+        for pause in (1, 2, 4, 0):  # what is there already of a cut download is kept
+            try:
+                return huggingface_hub.hf_hub_download(repo, files[i][0], repo_type="dataset", revision=hub["revision"])
+            except Exception as e:
+                error = first_line(e)
+                time.sleep(pause)
+        raise UserError(f"cannot download {files[i][0]} of {repo} ({error}); the same command continues")
+
+    def fetch(i):
+        """Wait for file i and start on the next; with --discard the one before is deleted."""
+        for j in (i, i + 1):
+            if j < len(files) and j not in waiting:
+                waiting[j] = ahead.submit(download, j)
+        if args.discard and i - 1 in waiting:
+            os.unlink(os.path.realpath(waiting.pop(i - 1).result()))
+        return waiting[i].result()
+    return Source(repo.split("/")[-1], files, fetch, hub=hub)
 
 
-def read_txt(path):
-    line, start, piece, size = 1, 1, [], 0
-    with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as f:
-        for text in iter(lambda: f.readline(TXT_CHARS), ""):
+def choose_files(info, config, repo):
+    """Names and sizes of the train files of a configuration, by the patterns in the dataset's card."""
+    configs = {c["config_name"]: c for c in (info.card_data or {}).get("configs") or []}
+    if config and config not in configs:
+        raise UserError(f"{repo} has no configuration {config!r} (it has: {', '.join(configs) or 'none'})")
+    default = next((c for c in configs.values() if c.get("default") or c["config_name"] == "default"), {})
+    entries = (configs[config] if config else default).get("data_files", "**")
+    patterns = []
+    for entry in entries if isinstance(entries, list) else [entries]:  # a pattern, or {split, path: one or several}
+        entry = entry if isinstance(entry, dict) else {"path": entry}
+        if entry.get("split", "train") == "train":
+            patterns += entry["path"] if isinstance(entry["path"], list) else [entry["path"]]
+    files = sorted([s.rfilename, s.size or 0] for s in info.siblings if is_text(s.rfilename)
+                   and any(fnmatch(s.rfilename, p.replace("**/", "*")) for p in patterns))
+    if not files:
+        raise UserError(f"{repo} {config}: no {', '.join(SUFFIXES)} among its {len(info.siblings)} files")
+    return files
+
+
+def is_text(name):
+    return name.removesuffix(".gz").removesuffix(".zst").endswith(SUFFIXES)
+
+
+def first_line(error):
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+
+
+@contextmanager
+def open_text(path):
+    """(binary file, decompressed; function that tells how many bytes of the file on disk are read)."""
+    with sys.stdin.buffer if path == "-" else open(path, "rb") as raw:
+        told = raw.tell if raw.seekable() else lambda: 0
+        if path.endswith(".gz"):
+            yield gzip.open(raw, "rb"), told
+        elif path.endswith(".zst"):
+            yield io.BufferedReader(ZstdFile(raw, zstandard(path))), told
+        else:
+            yield raw, told
+
+
+class ZstdFile(io.RawIOBase):
+    """Decompressed stream of a .zst file. The library's own reader takes a file that is cut short for a whole one."""
+
+    def __init__(self, raw, library):
+        self.raw, self.library, self.frame, self.left, self.out = raw, library, None, b"", b""
+
+    def readable(self):
+        return True
+
+    def readinto(self, buffer):
+        while not self.out:
+            data = self.left or self.raw.read(1 << 16)
+            if not data and self.frame is None:
+                return 0
+            if not data:
+                raise EOFError("it ends in the middle of a frame")
+            self.frame = self.frame or self.library.ZstdDecompressor().decompressobj()
+            self.out, self.left = self.frame.decompress(data), b""
+            if self.frame.eof:
+                self.left, self.frame = self.frame.unused_data, None
+        n = min(len(buffer), len(self.out))
+        buffer[:n], self.out = self.out[:n], self.out[n:]
+        return n
+
+
+def zstandard(path):
+    try:
+        import zstandard
+        return zstandard
+    except ImportError:
+        raise UserError(f"{path} needs zstandard: pip install -r requirements-data.txt") from None
+
+
+def zstd_errors():
+    return [sys.modules["zstandard"].ZstdError] if "zstandard" in sys.modules else []
+
+
+def read_python(path, skip, _):
+    """A source file is one document; pydoc's topics, a dictionary of texts, are one each."""
+    if path.endswith(os.path.join("pydoc_data", "topics.py")):
+        from pydoc_data.topics import topics
+        yield from [(i, "", 0, text) for i, text in enumerate(topics.values())][skip:]
+    elif not skip:
+        with open(path, "rb") as f:
+            try:
+                encoding, _ = tokenize.detect_encoding(f.readline)
+                f.seek(0)
+                yield 0, "", 0, f.read().decode(encoding)
+            except (SyntaxError, UnicodeDecodeError, LookupError) as e:  # tests of bad encodings
+                yield 0, "", 0, Bad(f"not text: {e}")
+
+
+def read_txt(path, skip, _):
+    """Pieces of whole lines, about TXT_CHARS each; a longer line is cut."""
+    index, line, start, piece, size = 0, 1, 1, [], 0
+    with open_text(path) as (raw, told):
+        f = io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape", newline="")
+        while True:
+            text = f.readline(TXT_CHARS)
             piece.append(text)
             size, line = size + len(text), line + text.endswith("\n")
-            if size >= TXT_CHARS:
-                yield start, "".join(piece)
-                piece, size, start = [], 0, line
-    if piece or line == 1:
-        yield start, "".join(piece)
+            if size >= TXT_CHARS or (not text and (size or not index)):
+                if index >= skip:
+                    yield index, start, told(), "".join(piece)
+                index, start, piece, size = index + 1, line, [], 0
+            if not text:
+                return
+
+
+def read_jsonl(path, skip, text_key):
+    with open_text(path) as (f, told):
+        for index, line in enumerate(f):
+            if index >= skip:
+                yield index, index + 1, told(), parse_json(line, text_key)
+
+
+def parse_json(line, text_key):
+    try:
+        document = json.loads(line) if line.strip() else Bad("an empty line")
+    except (ValueError, RecursionError) as e:
+        return Bad(f"not JSON: {e}")
+    if isinstance(document, dict):
+        keys = ", ".join(list(document)[:8])
+        document = document.get(text_key, Bad(f"no key {text_key!r} (it has: {keys}); give --text_key"))
+    return document if isinstance(document, str) else Bad(f"{text_key} is {type(document).__name__}, not a string")
+
+
+def read_parquet(path, skip, text_key):
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise UserError(f"{path} needs pyarrow: pip install -r requirements-data.txt") from None
+    with pyarrow.parquet.ParquetFile(path) as f:
+        if text_key not in f.schema_arrow.names:
+            names = ", ".join(f.schema_arrow.names)
+            raise UserError(f"{path} has no column {text_key!r} (it has: {names}): give --text_key")
+        index, per_row = 0, os.path.getsize(path) / max(1, f.metadata.num_rows)
+        for group in range(f.num_row_groups):
+            rows = f.metadata.row_group(group).num_rows
+            if index + rows <= skip:
+                index += rows
+                continue
+            for batch in f.iter_batches(batch_size=256, row_groups=[group], columns=[text_key]):
+                for text in batch.column(0).to_pylist():
+                    if not isinstance(text, str):
+                        text = Bad(f"{text_key} is {type(text).__name__}, not a string")
+                    if index >= skip:
+                        yield index, f"row {index}", int(index * per_row), text
+                    index += 1
+
+
+READERS = {".py": read_python, ".txt": read_txt, ".jsonl": read_jsonl, ".parquet": read_parquet}
 
 
 def check(text):
@@ -202,30 +463,29 @@ def check(text):
     return text
 
 
-def read_chunks(reader, files, position, skip_bad):
-    """Yield (texts, position behind them, bytes of whole files behind them, what was skipped among them).
+def read_chunks(source, position, args):
+    """Yield (texts, position behind them, bytes of input behind them, what was skipped among them).
 
     A position is [index of the file, number of its documents].
     """
     first, seen = position
-    texts, skipped, chars, done_bytes = [], [], 0, sum(os.path.getsize(p) for p in files[:first])
-    for i in range(first, len(files)):
-        for j, (line, text) in enumerate(reader(files[i])):
-            if i == first and j < seen:
-                continue
+    texts, skipped, chars, before = [], [], 0, sum(size for _, size in source.files[:first])
+    for i in range(first, len(source.files)):
+        for index, where, done, text in source.documents(i, seen if i == first else 0, args.text_key):
             text = check(text)
             if isinstance(text, Bad):
-                if not skip_bad:
-                    raise UserError(f"{files[i]}:{line}: {text}; mend it, or skip and count such with --skip_bad")
-                skipped.append(f"{files[i]}:{line}: {text}")
+                text = f"{source.files[i][0]}:{where}{':' * bool(where)} {text}"
+                if not args.skip_bad:
+                    raise UserError(f"{text}; mend it, or skip and count such documents with --skip_bad")
+                skipped.append(text)
                 continue
             texts.append(text)
             chars += len(text)
             if chars >= CHUNK_CHARS:
-                yield texts, [i, j + 1], done_bytes, skipped
+                yield texts, [i, index + 1], before + done, skipped
                 texts, skipped, chars = [], [], 0
-        done_bytes += os.path.getsize(files[i])
-    yield texts, [len(files), 0], done_bytes, skipped
+        before += source.files[i][1]
+    yield texts, [len(source.files), 0], before, skipped
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -233,12 +493,75 @@ def read_chunks(reader, files, position, skip_bad):
 
 
 def get_encoding(name):
-    """The tiktoken Encoding of a name. `bytes`: ids 0 to 255 are the bytes themselves, 256 is end-of-text."""
+    """The tiktoken Encoding of a name, a rank file or a tokenizer.json.
+
+    `bytes`: ids 0 to 255 are the bytes themselves, 256 is end-of-text. A rank file (lines of base64 and rank) is split
+    by GPT-2's pattern, end-of-text is the id behind its last.
+    """
     import tiktoken
-    if name != "bytes":
-        raise UserError(f"--tokenizer={name} is unknown (choices: bytes)")
-    return tiktoken.Encoding(name, pat_str=r"(?s).{1,64}", mergeable_ranks={bytes([i]): i for i in range(256)},
-                             special_tokens={END_OF_TEXT: 256})
+    import tiktoken.load
+    import tiktoken_ext.openai_public as public
+    if name == "bytes":
+        return tiktoken.Encoding(name, pat_str=r"(?s).{1,64}", mergeable_ranks={bytes([i]): i for i in range(256)},
+                                 special_tokens={END_OF_TEXT: 256})
+    try:
+        if name.endswith(".json"):
+            saved = json.loads(Path(name).read_text(encoding="utf-8"))
+            ranks = {base64.b64decode(token): rank for token, rank in saved["ranks"]}
+            return tiktoken.Encoding(saved["name"], pat_str=saved["pat_str"], mergeable_ranks=ranks,
+                                     special_tokens=saved["special_tokens"])
+        if os.path.exists(name):
+            lines = (line.split() for line in Path(name).read_bytes().splitlines() if line.strip())
+            ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+            missing = [i for i in range(256) if bytes([i]) not in ranks]
+            if missing or len(set(ranks.values())) < len(ranks):
+                raise ValueError(f"bytes without a rank: {missing}" if missing else "ranks that are not unique")
+            return tiktoken.Encoding(Path(name).stem, pat_str=public.r50k_pat_str, mergeable_ranks=ranks,
+                                     special_tokens={END_OF_TEXT: max(ranks.values()) + 1})
+    except (ValueError, KeyError, TypeError, OSError) as e:
+        raise UserError(f"--tokenizer={name}: not a usable rank file ({e})") from None
+    if name not in tiktoken.list_encoding_names():
+        raise UserError(f"--tokenizer={name} is unknown: give bytes, a tiktoken encoding "
+                        f"({', '.join(tiktoken.list_encoding_names())}) or the path of a rank file")
+    tiktoken.load.read_file = read_ranks  # the library's own waits for minutes, and its message does not help
+    return tiktoken.get_encoding(name)
+
+
+def read_ranks(url):
+    """Rank file of a tiktoken encoding: from the cache folder under its plain name, else from the network."""
+    folder = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR", "")
+    plain = Path(folder) / url.split("/")[-1]
+    if folder and plain.exists():
+        return plain.read_bytes()
+    try:
+        with urllib.request.urlopen(url, timeout=TIMEOUT) as answer:
+            return answer.read()
+    except OSError as e:
+        raise UserError(f"cannot download the tokenizer's file {url} ({e}). On a machine with network, save it as "
+                        f"{plain.name}, put it into a folder here and set TIKTOKEN_CACHE_DIR to that folder") from None
+
+
+def save_encoding(encoding, path):
+    ranks = [(base64.b64encode(token).decode(), rank) for token, rank in encoding._mergeable_ranks.items()]
+    write_json(path, dict(name=encoding.name, pat_str=encoding._pat_str, special_tokens=encoding._special_tokens,
+                          ranks=ranks))
+
+
+def segments(text):
+    """Cut a long text into pieces whose encodings, joined, are the encoding of the whole.
+
+    A cut is made before a space behind something that is no white space: there every pattern of tiktoken ends a word.
+    Only in a stretch of 100,000 characters without such a place it falls anywhere, and the ids around it may differ.
+    """
+    start, (short, long) = 0, SEGMENT_CHARS
+    while len(text) - start > long:
+        cut = start + short
+        while (cut := text.find(" ", cut, start + long)) > 0 and text[cut - 1].isspace():
+            cut += 1
+        cut = cut if cut > 0 else start + long
+        yield text[start:cut]
+        start = cut
+    yield text[start:]
 
 
 def split_of(text_bytes, holdout):
@@ -262,8 +585,11 @@ def encode_chunk(texts, holdout, wanted, dtype):
         data = text.encode()
         split, ids = split_of(data, holdout), None
         if split in wanted:
-            ids = np.empty(0, dtype) if not text else encoding.encode_to_numpy(text, disallowed_special=())
-            ids = np.concatenate([[encoding.eot_token], ids]).astype(dtype)
+            try:
+                parts = [encoding.encode_to_numpy(part, disallowed_special=()) for part in segments(text)]
+            except ValueError as e:
+                raise UserError(f"cannot encode a document that begins {text[:50]!r}: {first_line(e)}") from None
+            ids = np.concatenate([[encoding.eot_token], *parts]).astype(dtype)
         out.append((split, len(data), ids))
     return out
 
@@ -297,47 +623,64 @@ def in_order(jobs, function, workers, tokenizer):
 def parse_args(argv):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                 allow_abbrev=False)
-    p.add_argument("--source", required=True, help="stdlib, or a .txt file, or a folder of them")
-    p.add_argument("--tokenizer", default="bytes", help="bytes (default)")
+    p.add_argument("--source", default="fineweb-edu", help="fineweb-edu (default), hf:ORG/NAME for another dataset of "
+                   "the Hub, stdlib, a file, a folder, a quoted glob, or - for standard input")
     p.add_argument("--out", required=True, help="folder for the shards and meta.json")
-    p.add_argument("--shard_tokens", type=int, default=100_000_000, help="tokens per shard (default %(default)s)")
+    p.add_argument("--tokenizer", default="", help="a tiktoken encoding (gpt2, cl100k_base, ...), the path of a rank "
+                   "file, or bytes (default: gpt2 for datasets of the Hub, bytes for the rest)")
+    p.add_argument("--config", default="", help="configuration of a Hub dataset (fineweb-edu: sample-10BT)")
+    p.add_argument("--revision", default="", help="revision of a Hub dataset (default: the newest)")
+    p.add_argument("--discard", action="store_true", help="delete each downloaded file once the next one is begun")
+    p.add_argument("--format", default="", choices=("txt", "jsonl", "parquet"), help="of the files, whatever their names")
+    p.add_argument("--text_key", default="text", help="key of the text in .jsonl, column in .parquet (default text)")
+    p.add_argument("--shard_tokens", type=int, default=100_000_000, help="tokens per shard (default 100M)")
     p.add_argument("--val_tokens", type=int, default=1_000_000, help="most tokens in val; 0: none (default 1M)")
     p.add_argument("--test_tokens", type=int, default=1_000_000, help="most tokens in test; 0: none (default 1M)")
     p.add_argument("--max_tokens", type=int, default=0, help="most tokens in train; 0: no limit (default)")
-    p.add_argument("--holdout", type=int, default=1, help="percent of documents each for val and test (default 1)")
+    p.add_argument("--holdout", type=int, default=1, help="percent of documents for val, and for test (default 1)")
     p.add_argument("--skip_bad", action="store_true", help="skip and count documents that cannot be used")
     p.add_argument("--workers", type=int, default=0, help="processes that encode; 0: one per core (default)")
+    p.add_argument("--verify", action="store_true", help="only compare the shards in --out with their checksums")
     args = p.parse_args(argv)
-    for name, low, high in (("shard_tokens", 1, 2**31 - 1), ("val_tokens", 0, None), ("test_tokens", 0, None),
-                            ("max_tokens", 0, None), ("holdout", 1, 49), ("workers", 0, 512)):
-        value = getattr(args, name)
-        if value < low or (high is not None and value > high):
-            p.error(f"--{name}={value}: must be {'at least ' + str(low) if high is None else f'{low} to {high}'}")
-    args.workers = args.workers or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    for name, low, high in (("shard_tokens", 1, 2**31 - 1), ("val_tokens", 0, 2**40), ("test_tokens", 0, 2**40),
+                            ("max_tokens", 0, 2**60), ("holdout", 1, 49), ("workers", 0, 1024)):
+        if not low <= getattr(args, name) <= high:
+            p.error(f"--{name}={getattr(args, name)}: must be {low} to {high}")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    args.workers = args.workers or cores
+    args.tokenizer = args.tokenizer or ("gpt2" if args.source.startswith(("fineweb-edu", "hf:")) else "bytes")
     return args
 
 
 def prepare(args):
-    out, encoder = Path(args.out), get_encoding(args.tokenizer)
-    reader, files = find_files(args.source)
+    out, hub = Path(args.out), args.source.startswith(("fineweb-edu", "hf:"))
     args.skip_bad = args.skip_bad or args.source == "stdlib"
-    dtype = np.dtype("<u2")
     # what decides the content of the shards: a folder holds one such set for its whole life
-    settings = {name: getattr(args, name) for name in ("source", "tokenizer", "shard_tokens", "val_tokens",
-                                                       "test_tokens", "max_tokens", "holdout")}
-    sizes = [f"{p.name} {p.stat().st_size}\n" for p in files]
+    names = "source config revision format text_key tokenizer shard_tokens val_tokens test_tokens max_tokens holdout"
+    settings = {name: getattr(args, name) for name in names.split()}
+    old = read_state(out, settings)
+    if old and hub and "end_of_text" in old:
+        return print(f"{out} is complete already: nothing to do")
+    source = find_source(args, old and old["hub"])
 
     def digest(position):
         """Of the files used so far: they must not change between interruption and continuation."""
-        used = sizes[:position[0] + (position[1] > 0)]
-        return hashlib.blake2b("".join(used).encode(errors="surrogateescape"), digest_size=16).hexdigest()
+        used = source.files[:position[0] + (position[1] > 0)]
+        text = "".join(f"{os.path.basename(name)} {size} {source.changed(name)}\n" for name, size in used)
+        return hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=16).hexdigest()
 
-    state = start_or_continue(out, settings, digest)
-    if state is None:
-        return
-    stem = "stdlib" if args.source == "stdlib" else Path(args.source).resolve().stem
+    grown = old and old["position"][0] == old["files"] < len(source.files)
+    if old and (grown or old["input"] != digest(old["position"])):
+        raise UserError(f"{out} was prepared from other files than --source={args.source} holds now: delete it or use "
+                        "another --out")
+    if old and "end_of_text" in old:
+        return print(f"{out} is complete already: nothing to do")
+    encoder = get_encoding(args.tokenizer)
+    dtype = FORMATS[20240520, 1] if encoder.n_vocab <= 2**16 else FORMATS[20240801, 7]
+    state = old or dict(settings=settings, hub=source.hub, files=len(source.files), position=[0, 0], skipped=0, skipped_first=[], splits={})
     limits = dict(train=args.max_tokens or None, val=args.val_tokens, test=args.test_tokens)
-    writers = [Writer(out, f"{stem}_{s}", limits[s], args.shard_tokens, dtype, state["splits"].get(s)) for s in SPLITS]
+    writers = [Writer(out, f"{source.stem}_{s}", limits[s], args.shard_tokens, dtype, state["splits"].get(s))
+               for s in SPLITS]
 
     def save():
         for w in writers:
@@ -345,12 +688,15 @@ def prepare(args):
         state.update(splits={s: w.state for s, w in zip(SPLITS, writers)}, input=digest(state["position"]))
         write_json(out / "progress.json", state)
 
-    chunks = read_chunks(reader, files, state["position"], args.skip_bad)
-    jobs = (((texts, args.holdout, [i for i, w in enumerate(writers) if not w.full], dtype), tag)
-            for texts, *tag in chunks)
-    show, saved = Progress(sum(p.stat().st_size for p in files)), time.monotonic()
-    before = sum(w.state["tokens"] for w in writers)
+    def total(key):
+        return sum(w.state[key] for w in writers)
+
+    if old:
+        print(f"continuing in {out} behind document {total('documents')}")
     save()
+    jobs = (((texts, args.holdout, [i for i, w in enumerate(writers) if not w.full], dtype), tag)
+            for texts, *tag in read_chunks(source, state["position"], args))
+    show, saved, before = Progress(sum(size for _, size in source.files)), time.monotonic(), total("tokens")
     for documents, (position, done_bytes, skipped) in in_order(jobs, encode_chunk, args.workers, args.tokenizer):
         shards = [len(w.state["shards"]) for w in writers]
         for split, text_bytes, ids in documents:
@@ -368,55 +714,62 @@ def prepare(args):
         if time.monotonic() - saved > SAVE_SECONDS or shards != [len(w.state["shards"]) for w in writers]:
             save()
             saved = time.monotonic()
-        show(done_bytes, sum(w.state["tokens"] for w in writers) - before, sum(w.state["documents"] for w in writers))
+        show(done_bytes, total("tokens") - before, total("documents"))
         if all(w.full for w in writers):
             break
     show.end()
     for w in writers:
         w.finish()
-    for w, name in zip(writers, SPLITS):
-        if not w.state["tokens"] and not w.full:
-            for path in (*(out / s["file"] for w in writers for s in w.state["shards"]), out / "progress.json"):
-                path.unlink()
-            n = sum(w.state["documents"] for w in writers)
-            raise UserError(f"{name} would be empty, none of {n} documents falls into it: raise --holdout="
-                            f"{args.holdout} (percent for val and for test), or do without: --{name}_tokens=0"
-                            if n and name != "train" else f"{args.source} leaves no document for {name}: add text")
+    empty = [name for w, name in zip(writers, SPLITS) if not w.state["tokens"] and not w.full]
+    if empty:
+        for path in (*(out / s["file"] for w in writers for s in w.state["shards"]), out / "progress.json"):
+            path.unlink()
+        raise UserError(f"{total('documents')} documents are too few, none falls into {' and '.join(empty)}: raise "
+                        f"--holdout={args.holdout} (percent for val, for test), or do without: "
+                        + " ".join(f"--{name}_tokens=0" for name in SPLITS[1:]))
     save()
-    meta = dict(source=args.source, tokenizer=args.tokenizer, vocab_size=encoder.n_vocab, end_of_text=encoder.eot_token,
-                settings=settings, position=state["position"], input=state["input"],
-                skipped=state["skipped"], skipped_first=state["skipped_first"],
-                splits={s: {k: w.state[k] for k in ("tokens", "documents", "text_bytes", "dropped", "shards")}
-                        for s, w in zip(SPLITS, writers)})
+    save_encoding(encoder, out / "tokenizer.json")
+    meta = {k: state[k] for k in ("settings", "hub", "files", "position", "input", "skipped", "skipped_first")} | dict(
+        source=args.source, tokenizer=args.tokenizer, vocab_size=encoder.n_vocab, end_of_text=encoder.eot_token,
+        splits={s: {k: w.state[k] for k in ("tokens", "documents", "text_bytes", "dropped", "shards")}
+                for s, w in zip(SPLITS, writers)})
     write_json(out / "meta.json", meta)
     (out / "progress.json").unlink()
     report(out, meta)
 
 
-def start_or_continue(out, settings, digest):
-    """The state to go on from, or None when everything is done already."""
+def read_state(out, settings):
+    """What an earlier run left in the folder: its meta.json or its progress.json; None for a fresh folder."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         path = next((out / name for name in ("meta.json", "progress.json") if (out / name).exists()), None)
         if path is None:
             if any(out.glob("*.bin")):
-                raise UserError(f"{out} holds shards of another origin (no meta.json); choose another --out")
-            return dict(settings=settings, position=[0, 0], skipped=0, skipped_first=[], splits={})
+                raise UserError(f"{out} holds shards of another origin (no meta.json): choose another --out")
+            return None
         state = json.loads(path.read_text(encoding="utf-8"))
+        if path.name == "progress.json" and state["position"] == [0, 0]:  # stopped before anything was done
+            for left_over in (*out.glob("*.part"), *out.glob("*.bin")):
+                left_over.unlink()
+            return None
         old = state["settings"]
         changed = [f"{k}: {old.get(k)} -> {v}" for k, v in settings.items() if old.get(k) != v]
-        if state["input"] != digest(state["position"]):
-            changed.append("the source's files")
-        done = sum(s["documents"] for s in state["splits"].values())
+        for key in ("hub", "files", "position", "input", "splits", "skipped", "skipped_first"):
+            state[key]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise UserError(f"{out}: cannot use this folder ({type(e).__name__}: {e})") from None
     if changed:
-        raise UserError(f"{out} was prepared from other input ({', '.join(changed)}): delete it or use another --out")
-    if path.name == "meta.json":
-        print(f"{out} is complete already ({done} documents): nothing to do")
-        return None
-    print(f"continuing in {out} behind document {done}")
+        raise UserError(f"{out} was prepared otherwise ({', '.join(changed)}): delete it or use another --out")
     return state
+
+
+def verify(out):
+    meta = read_meta(out)
+    for split in meta["splits"].values():
+        for s in split["shards"]:
+            read_header(out / s["file"])
+            check_crc(out / s["file"], s["crc32"])
+    print(f"{out}: all {sum(len(s['shards']) for s in meta['splits'].values())} shards are as they were written")
 
 
 class Progress:
@@ -432,9 +785,11 @@ class Progress:
         if now - self.shown < (0.5 if self.tty else 30):
             return
         self.shown, seconds = now, now - self.begin
-        left = seconds * (self.total - done_bytes) / max(1, done_bytes - self.first)
-        line = (f"{100 * done_bytes / max(1, self.total):5.1f} %  {tokens / seconds / 1e6:.2f}M tok/s  "
-                f"{documents} documents  {int(left) // 60}:{int(left) % 60:02d} left")
+        line = f"{tokens / 1e6:.1f}M tokens, {tokens / seconds / 1e6:.2f}M tok/s, {documents} documents"
+        if done_bytes > self.first:
+            left = int(seconds * (self.total - done_bytes) / (done_bytes - self.first))
+            left = f"{left // 3600}:{left // 60 % 60:02d}:{left % 60:02d}"
+            line = f"{100 * done_bytes / self.total:5.1f} %, {line}, {left} left"
         print(f"\r{line}\033[K" if self.tty else line, end="" if self.tty else "\n", file=sys.stderr, flush=True)
 
     def end(self):
@@ -446,7 +801,7 @@ def report(out, meta):
     for name, s in meta["splits"].items():
         dropped = f", {s['dropped']} more documents not needed" if s["dropped"] else ""
         print(f"{name:5s} {s['tokens']:>13,} tokens  {s['documents']:>9,} documents  {s['text_bytes']:>13,} bytes  "
-              f"{len(s['shards'])} shards{dropped}")
+              f"{len(s['shards'])} shard{'s' * (len(s['shards']) != 1)}{dropped}")
     if meta["skipped"]:
         print(f"skipped {meta['skipped']} documents that cannot be used, the first: {meta['skipped_first'][0]}")
     print(f"wrote {out}: vocabulary of {meta['vocab_size']} ({meta['tokenizer']})")
@@ -454,7 +809,8 @@ def report(out, meta):
 
 def main(argv=None):
     try:
-        prepare(parse_args(argv))
+        args = parse_args(argv)
+        verify(Path(args.out)) if args.verify else prepare(args)
     except UserError as e:
         sys.exit(f"prepare_fineweb.py: {e}")
     except OSError as e:

@@ -727,7 +727,7 @@ def documents(out, meta, split):
 def test_documents_come_back_in_order_and_once(data):
     meta = json.loads((data / "meta.json").read_text())
     found = {s: documents(data, meta, s) for s in prepare_fineweb.SPLITS}
-    texts = [p.read_text("utf-8") for p in sorted((data.parent / "text").glob("*.txt"))]
+    texts = [p.read_bytes().decode() for p in sorted((data.parent / "text").glob("*.txt"))]
     for i, split in enumerate(prepare_fineweb.SPLITS):
         assert found[split] == [t for t in texts if prepare_fineweb.split_of(t.encode(), 10) == i]
         s = meta["splits"][split]
@@ -802,7 +802,7 @@ def test_a_finished_folder_is_left_alone(data, tmp_path, capsys):
     prepare(data.parent / "text", data, "--holdout=10", "--shard_tokens=30000")
     assert "nothing to do" in capsys.readouterr().out
     assert stamps == {p.name: p.stat().st_mtime_ns for p in data.iterdir()}
-    with pytest.raises(UserError, match="prepared from other input .holdout: 10 -> 11"):
+    with pytest.raises(UserError, match="prepared otherwise .holdout: 10 -> 11"):
         prepare(data.parent / "text", data, "--holdout=11", "--shard_tokens=30000")
     shard(tmp_path / "foreign/x_train_0.bin", range(5))
     with pytest.raises(UserError, match="another origin"):
@@ -817,7 +817,7 @@ def test_text_that_cannot_be_used(tmp_path):
         with pytest.raises(UserError) as e:
             prepare(folder, tmp_path / "out", "--holdout=5", *args)
         return str(e.value)
-    assert "no .txt file" in error()
+    assert "no file that ends in .txt" in error()
     for i in range(300):
         (folder / f"{i:03d}.txt").write_text(f"document {i} " * 20)
     (folder / "100.txt").write_bytes(b"")
@@ -832,12 +832,395 @@ def test_text_that_cannot_be_used(tmp_path):
     found = [d for split in prepare_fineweb.SPLITS for d in documents(tmp_path / "out", meta, split)]
     assert "with a mark\r\nand CRLF\r\n" in found
     (folder / "one.txt").write_text("only one document")
-    with pytest.raises(UserError, match="val would be empty.*--val_tokens=0"):
+    with pytest.raises(UserError, match="1 documents are too few, none falls into val and test.*--val_tokens=0"):
         prepare(folder / "one.txt", tmp_path / "one")
     meta = prepare(folder / "one.txt", tmp_path / "one", "--val_tokens=0", "--test_tokens=0")
     assert meta["splits"]["train"]["documents"] == 1
     with pytest.raises(UserError, match="no such file"):
         prepare(tmp_path / "nowhere", tmp_path / "out2")
+
+
+def all_documents(out, meta):
+    return [d for split in prepare_fineweb.SPLITS if meta["splits"][split]["shards"] for d in documents(out, meta, split)]
+
+
+TRAIN_ONLY = "--val_tokens=0", "--test_tokens=0"  # everything goes to train
+BAD_LINES = ['{"text": "good"}', "", '{"txt": "x"}', '{"text": null}', '{"text": ""}', '{"text": 123}', "{broken",
+             '{"text": "\u200d"}', '{"text": "\\ud800"}', "[1]", "[" * 10**5, '{"text": "also good"}']
+
+
+def test_broken_lines_of_jsonl(tmp_path):
+    path = tmp_path / "docs.jsonl"
+    for i, line in enumerate(BAD_LINES):
+        path.write_text(f'{{"text": "first"}}\n{line}\n', "utf-8")
+        if "good" in line:
+            continue
+        with pytest.raises(UserError, match=r"docs.jsonl:2: .*--skip_bad") as e:
+            prepare(path, tmp_path / f"strict{i}", *TRAIN_ONLY)
+        assert "\n" not in str(e.value) and len(str(e.value)) < 500
+    path.write_text("\ufeff" + "\n".join(BAD_LINES) + "\n", "utf-8")
+    with open(path, "ab") as f:
+        f.write(b'{"text": "\xff"}\n{"text": "no newline at the end"}')
+    meta = prepare(path, tmp_path / "out", "--skip_bad", *TRAIN_ONLY)
+    bad = sum("good" not in line for line in BAD_LINES) + 1
+    assert meta["skipped"] == bad and "docs.jsonl:2: an empty line" in meta["skipped_first"][0]
+    assert documents(tmp_path / "out", meta, "train") == ["good", "also good", "no newline at the end"]
+    path.write_text('{"body": "other key"}')
+    with pytest.raises(UserError, match="no key 'text' .it has: body.; give --text_key"):
+        prepare(path, tmp_path / "key", *TRAIN_ONLY)
+    meta = prepare(path, tmp_path / "key", "--text_key=body", *TRAIN_ONLY)
+    assert documents(tmp_path / "key", meta, "train") == ["other key"]
+
+
+def corpus(n=400):
+    return [f"document {i} has a text of its own, " + "word " * (i % 50) for i in range(n)]
+
+
+def write_corpus(folder, kind, texts):
+    """The same documents as .jsonl, .parquet or compressed; returns the path."""
+    import gzip
+
+    import pyarrow
+    import pyarrow.parquet
+    import zstandard
+    folder.mkdir(exist_ok=True)
+    path = folder / f"docs{kind}"
+    lines = "".join(json.dumps({"text": t, "id": i}) + "\n" for i, t in enumerate(texts)).encode()
+    if kind == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"id": range(len(texts)), "text": texts}), path, row_group_size=70)
+    else:
+        path.write_bytes({".gz": gzip.compress, ".zst": zstandard.compress}.get(path.suffix, bytes)(lines))
+    return path
+
+
+@pytest.mark.parametrize("kind", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"])
+def test_every_kind_of_file_gives_the_same_shards(kind, tmp_path, monkeypatch):
+    texts = corpus()
+    meta = prepare(write_corpus(tmp_path / "in", kind, texts), tmp_path / "whole", "--holdout=10")
+    assert sorted(all_documents(tmp_path / "whole", meta)) == sorted(texts)
+    # and interrupted in the middle of a file it goes on to the same bytes
+    monkeypatch.setattr(prepare_fineweb, "CHUNK_CHARS", 3000)
+    monkeypatch.setattr(prepare_fineweb, "SAVE_SECONDS", 0)
+    args = tmp_path / "in" / f"docs{kind}", tmp_path / "cut", "--holdout=10"
+    with monkeypatch.context() as m:
+        encode, calls = prepare_fineweb.encode_chunk, []
+        m.setattr(prepare_fineweb, "encode_chunk",
+                  lambda *a: encode(*a) if len(calls) < 7 and not calls.append(1) else sys.exit("killed"))
+        with pytest.raises(SystemExit):
+            prepare(*args)
+    assert prepare(*args)["splits"] == meta["splits"]
+
+
+@pytest.mark.parametrize("kind", [".jsonl.gz", ".jsonl.zst", ".parquet"])
+def test_files_that_are_cut_short(kind, tmp_path):
+    path = write_corpus(tmp_path / "in", kind, corpus(2000))
+    raw = path.read_bytes()
+    for content in (raw[:len(raw) // 2], raw[:3], b""):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=f"docs{kind}:.*--skip_bad"):
+            prepare(path, tmp_path / f"out{len(content)}", *TRAIN_ONLY)
+    (tmp_path / "in/more.jsonl").write_text('{"text": "whole"}\n')
+    meta = prepare(tmp_path / "in", tmp_path / "skip", "--skip_bad", *TRAIN_ONLY)
+    assert meta["skipped"] == 1 and documents(tmp_path / "skip", meta, "train") == ["whole"]
+
+
+def test_parquet_mistakes(tmp_path):
+    path = write_corpus(tmp_path / "in", ".parquet", ["one"])
+    with pytest.raises(UserError, match="no column 'body' .it has: id, text"):
+        prepare(path, tmp_path / "a", "--text_key=body")
+    with pytest.raises(UserError, match="docs.parquet:row 0: id is int, not a string"):
+        prepare(path, tmp_path / "b", "--text_key=id")
+
+
+def test_folders_globs_and_standard_input(tmp_path, capsys):
+    texts = corpus()
+    write_corpus(tmp_path / "in", ".jsonl", texts[:200])
+    write_corpus(tmp_path / "in" / "deep", ".parquet", texts[200:])
+    (tmp_path / "in/notes.md").write_text("# not for training")
+    meta = prepare(tmp_path / "in", tmp_path / "a", "--holdout=10")
+    assert sorted(all_documents(tmp_path / "a", meta)) == sorted(texts) and "notes.md" in capsys.readouterr().out
+    meta = prepare(tmp_path / "in/**/*.parquet", tmp_path / "b", "--holdout=10")
+    assert sorted(all_documents(tmp_path / "b", meta)) == sorted(texts[200:])
+    with open(tmp_path / "in/docs.jsonl", encoding="utf-8") as f:
+        result = subprocess.run([sys.executable, HERE / "prepare_fineweb.py", "--source=-", "--format=jsonl",
+                                 f"--out={tmp_path}/c", "--holdout=10"], stdin=f, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    meta = json.loads((tmp_path / "c/meta.json").read_text())
+    assert sorted(all_documents(tmp_path / "c", meta)) == sorted(texts[:200])
+
+
+def write_ranks(path, extra=()):
+    """A rank file: all bytes, a few merges of English, and `extra` ranks."""
+    import base64
+    tokens = [bytes([i]) for i in range(256)] + [b"th", b"the", b" the", b"do", b"cu", b"docu", b"  ", b"aa", b"aaaa"]
+    ranks = dict(zip(tokens, range(len(tokens)))) | dict(extra)
+    path.write_bytes(b"".join(base64.b64encode(t) + b" %d\n" % r for t, r in ranks.items()))
+    return path
+
+
+def test_rank_files(tmp_path):
+    ranks, texts = write_ranks(tmp_path / "mine.tiktoken"), corpus()
+    meta = prepare(write_corpus(tmp_path, ".jsonl", texts), tmp_path / "out", f"--tokenizer={ranks}", "--holdout=10")
+    assert meta["vocab_size"] == 266 and meta["end_of_text"] == 265
+    encoding = prepare_fineweb.get_encoding(str(tmp_path / "out/tokenizer.json"))  # what eval.py uses
+    ids = np.fromfile(next(tmp_path.glob("out/*_val_*.bin")), "<u2", offset=1024).tolist()
+    text = encoding.decode(ids).split("<|endoftext|>")
+    assert text[0] == "" and set(text[1:]) < set(texts) and len(text) - 1 == meta["splits"]["val"]["documents"]
+    assert ids == [i for t in text[1:] for i in [265, *encoding.encode_ordinary(t)]] and 261 in ids
+    for content in (b"", b"no ranks here\n", b"dGg= x\n", ranks.read_bytes() + b"dGhl 3\n", ranks.read_bytes()[40:]):
+        (tmp_path / "bad").write_bytes(content)
+        with pytest.raises(UserError, match="not a usable rank file"):
+            prepare_fineweb.get_encoding(str(tmp_path / "bad"))
+    with pytest.raises(UserError, match="is unknown: give bytes, a tiktoken encoding .*gpt2"):
+        prepare_fineweb.get_encoding("gpt5")
+
+
+def test_ids_above_65535_are_never_wrapped(tmp_path):
+    ranks = write_ranks(tmp_path / "big.tiktoken", {b" has": 70_000})
+    meta = prepare(write_corpus(tmp_path, ".jsonl", corpus()), tmp_path / "out", f"--tokenizer={ranks}", "--holdout=10")
+    assert meta["vocab_size"] == 70_002
+    path = next(tmp_path.glob("out/*_train_*.bin"))
+    assert np.fromfile(path, "<i4", 3)[:2].tolist() == [20240801, 7]
+    tokens = train.Tokens(tmp_path / "out", "train", 16, 70_002)
+    ids = tokens.read(0, tokens.total)
+    assert {70_000, 70_001} < set(ids.tolist()) and np.array_equal(ids, np.fromfile(path, "<u4", offset=1024))
+    with pytest.raises(UserError, match="docs_train_000000.bin holds token 7000"):
+        train.Tokens(tmp_path / "out", "train", 16, 65_536).read(0, 1000)
+
+
+def test_the_tokenizer_cache_takes_plain_names(tmp_path, monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    (tmp_path / "vocab.bpe").write_bytes(b"content")
+    assert prepare_fineweb.read_ranks("http://127.0.0.1:9/some/vocab.bpe") == b"content"
+    start = time.monotonic()
+    with pytest.raises(UserError, match="save it as encoder.json, put it into a folder here and set TIKTOKEN_CACHE_DIR"):
+        prepare_fineweb.read_ranks("http://127.0.0.1:9/some/encoder.json")
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize("pattern", ["r50k", "cl100k", "o200k"])
+def test_segments_encode_like_the_whole(pattern, tmp_path, monkeypatch):
+    import tiktoken
+    import tiktoken_ext.openai_public as public
+    saved = json.loads((write_tokenizer(tmp_path)).read_text())
+    monkeypatch.setattr(tiktoken.load, "load_tiktoken_bpe", lambda *a, **k: {bytes([i]): i for i in range(256)})
+    monkeypatch.setattr(public, "load_tiktoken_bpe", lambda *a, **k: {bytes([i]): i for i in range(256)}, raising=False)
+    pat_str = public.ENCODING_CONSTRUCTORS[pattern + "_base"]()["pat_str"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(saved | dict(pat_str=pat_str)))
+    encoding = prepare_fineweb.get_encoding(str(tmp_path / "tokenizer.json"))
+    monkeypatch.setattr(prepare_fineweb, "SEGMENT_CHARS", (7, 60))
+    rng, alphabet = np.random.default_rng(0), list("the  \n\t.'é1a,☃\r\xa0\x1c") + ["the ", "  the", "'s ", "!\n", " \n "]
+    for _ in range(300):
+        text = "".join(rng.choice(alphabet, 200)) + " x y" * 5
+        parts = list(prepare_fineweb.segments(text))
+        assert "".join(parts) == text and len(parts) > 3 and max(map(len, parts)) <= 60
+        if max(map(len, parts)) < 60:  # no cut without a place for it
+            assert sum((encoding.encode_ordinary(p) for p in parts), []) == encoding.encode_ordinary(text)
+
+
+def write_tokenizer(folder):
+    encoding = prepare_fineweb.get_encoding(str(write_ranks(folder / "mine.tiktoken")))
+    prepare_fineweb.save_encoding(encoding, folder / "tokenizer.json")
+    return folder / "tokenizer.json"
+
+
+def test_endless_lines_and_runs_of_one_character_do_not_stall(tmp_path):
+    ranks = write_ranks(tmp_path / "mine.tiktoken")
+    texts = ["before", "^" * 10**6, "a" * 2 * 10**6, " " * 10**6 + "x", "word " * 10**6, "<|endoftext|>" * 1000, "after"]
+    start = time.monotonic()
+    meta = prepare(write_corpus(tmp_path, ".jsonl", texts), tmp_path / "out", f"--tokenizer={ranks}", *TRAIN_ONLY)
+    assert time.monotonic() - start < 30
+    encoding = prepare_fineweb.get_encoding(str(tmp_path / "out/tokenizer.json"))
+    ids = np.fromfile(next(tmp_path.glob("out/*_train_*.bin")), "<u2", offset=1024)
+    pieces = np.split(ids, np.flatnonzero(ids == encoding.eot_token))[1:]
+    assert [encoding.decode(p[1:].tolist()) for p in pieces] == texts and meta["splits"]["train"]["documents"] == 7
+
+
+class Hub:
+    """A stand-in for the Hugging Face Hub on the loopback address; `trouble` lists what goes wrong, per file."""
+
+    def __init__(self, files, card, trouble=()):
+        import hashlib
+        import http.server
+        import threading
+        hub, self.requests, trouble = self, [], {name: list(what) for name, what in dict(trouble).items()}
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *_):
+                pass
+
+            def do_HEAD(self):
+                self.answer(head=True)
+
+            def do_GET(self):
+                self.answer()
+
+            def send(self, status, body=b"", head=False, **headers):
+                self.send_response(status)
+                for name, value in (headers | {"Content-Length": len(body)}).items():
+                    self.send_header(name.replace("_", "-"), str(value))
+                self.end_headers()
+                if not head:
+                    self.wfile.write(body)
+
+            def answer(self, head=False):
+                path, _, query = self.path.partition("?")
+                hub.requests.append((self.command, path))
+                if path.startswith("/api/datasets/org/set"):
+                    siblings = [dict(rfilename=name, size=len(content)) for name, content in files.items()]
+                    return self.send(200, json.dumps(dict(id="org/set", sha="a" * 40, cardData=card, tags=[],
+                                                          siblings=siblings)).encode())
+                name = path.partition("/resolve/")[2].partition("/")[2]
+                if name not in files:
+                    return self.send(404, head=head)
+                what = trouble[name].pop(0) if not head and trouble.get(name) else ""
+                if what == "fail":
+                    return self.send(500)
+                body, start, extra = files[name], 0, {}
+                if self.headers.get("Range"):
+                    start = int(self.headers["Range"][6:].split("-")[0])
+                    extra = {"Content-Range": f"bytes {start}-{len(body) - 1}/{len(body)}"}
+                tag = f'"{hashlib.sha256(body).hexdigest()}"'
+                if what == "cut":
+                    self.send(206 if start else 200, body[start:], head=True, ETag=tag, X_Repo_Commit="a" * 40, **extra)
+                    self.wfile.write(body[start:][:len(body) // 2])
+                    self.wfile.flush()
+                    self.close_connection = True
+                    return None
+                if what == "slow":
+                    time.sleep(2)
+                return self.send(206 if start else 200, body[start:], head, ETag=tag, X_Repo_Commit="a" * 40, **extra)
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        self.address = f"http://127.0.0.1:{self.server.server_port}"
+
+
+def prepare_from_hub(address, home, *args):
+    return run_script(HERE / "prepare_fineweb.py", "--source=hf:org/set", "--tokenizer=bytes", "--holdout=10",
+                      "--workers=1", *args, HF_ENDPOINT=address, HF_HOME=str(home), HF_HUB_DISABLE_XET="1")
+
+
+def test_a_dataset_of_the_hub(tmp_path):
+    texts = corpus(300)
+    files = {"README.md": b"card", "data/other.parquet": b"not asked for"}
+    for i in range(3):
+        files[f"sample/ten/{i}.parquet"] = write_corpus(tmp_path, ".parquet", texts[i::3]).read_bytes()
+    card = dict(configs=[dict(config_name="default", data_files=[dict(split="train", path="data/*")]),
+                         dict(config_name="ten", data_files=[dict(split="train", path="sample/ten/*"),
+                                                             dict(split="test", path="data/*")])])
+    hub = Hub(files, card, {"sample/ten/0.parquet": ["cut", "fail"], "sample/ten/1.parquet": ["slow"]})
+    args = hub.address, tmp_path / "home", "--config=ten", f"--out={tmp_path / 'out'}"
+    result = prepare_from_hub(*args)
+    assert result.returncode == 0, result.stderr
+    meta = json.loads((tmp_path / "out/meta.json").read_text())
+    assert sorted(all_documents(tmp_path / "out", meta)) == sorted(texts)
+    assert not any("other" in path for _, path in hub.requests) and meta["hub"]["revision"] == "a" * 40
+    done = len(hub.requests)
+    again = prepare_from_hub(*args)
+    assert "nothing to do" in again.stdout and len(hub.requests) == done  # without asking the network
+    # the cache serves a second preparation: nothing is downloaded twice
+    prepare_from_hub(*args[:3], f"--out={tmp_path / 'second'}", "--discard")
+    assert [command for command, path in hub.requests[done:] if "resolve" in path and command == "GET"] == []
+    assert (tmp_path / "second/set_train_000000.bin").read_bytes() == (tmp_path / "out/set_train_000000.bin").read_bytes()
+    assert "has no configuration 'eleven' (it has: default, ten)" in prepare_from_hub(
+        hub.address, tmp_path / "home", "--config=eleven", f"--out={tmp_path / 'x'}").stderr
+
+
+def test_no_network_is_said_quickly(tmp_path):
+    start = time.monotonic()
+    result = prepare_from_hub("http://127.0.0.1:9", tmp_path, f"--out={tmp_path / 'out'}")
+    assert result.returncode == 1 and time.monotonic() - start < 10
+    assert "copy the dataset's .parquet files into a folder and give --source=FOLDER" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_download_that_fails_for_good_can_be_continued(tmp_path):
+    texts = corpus(200)
+    files = {f"{i}.jsonl": write_corpus(tmp_path, ".jsonl", texts[i::2]).read_bytes() for i in range(2)}
+    args = tmp_path / "home", f"--out={tmp_path / 'out'}"
+    hub = Hub(files, {}, {"1.jsonl": ["fail"] * 100})
+    result = prepare_from_hub(hub.address, *args)
+    assert result.returncode == 1 and "cannot download 1.jsonl" in result.stderr and "continues" in result.stderr
+    assert not (tmp_path / "out/meta.json").exists()
+    assert prepare_from_hub(Hub(files, {}).address, *args).returncode == 0
+    meta = json.loads((tmp_path / "out/meta.json").read_text())
+    assert sorted(all_documents(tmp_path / "out", meta)) == sorted(texts)
+
+
+def test_a_checksum_that_differs(data, tmp_path):
+    import shutil
+    shutil.copytree(data, tmp_path / "d")
+    run_script(HERE / "prepare_fineweb.py", "--verify", f"--out={tmp_path}/d").check_returncode()
+    path = next(tmp_path.glob("d/*_val_*.bin"))
+    raw = bytearray(path.read_bytes())
+    raw[5000] ^= 1
+    path.write_bytes(raw)
+    result = run_script(HERE / "prepare_fineweb.py", "--verify", f"--out={tmp_path}/d")
+    assert result.returncode == 1 and f"{path}: damaged: its checksum is" in result.stderr
+    with pytest.raises(UserError, match="damaged: its checksum is"):
+        train.Tokens(tmp_path / "d", "val", 16, 257)
+
+
+def test_shards_of_other_projects_train_here(data, tmp_path):
+    rng = np.random.default_rng(0)
+    for split in ("train", "val"):
+        shard(tmp_path / f"d/edu_fineweb_{split}_000001.bin", rng.integers(100, size=5000))
+    with pytest.raises(UserError, match="give --vocab_size"):
+        run_training(tmp_path / "d", tmp_path / "a")
+    rows = run_training(tmp_path / "d", tmp_path / "a", vocab_size=100)
+    assert len(rows) == 6 and rows[-1]["val_loss"]
+
+
+def test_a_full_disk_leaves_whole_files_and_one_line(data, tmp_path):
+    """A limit on the size of a file stands for the disk that fills up."""
+    import resource
+    command = [sys.executable, str(HERE / "prepare_fineweb.py"), f"--source={data.parent / 'text'}",
+               f"--out={tmp_path / 'out'}", "--holdout=10", "--shard_tokens=30000", "--workers=1"]
+    result = subprocess.run(command, capture_output=True, text=True,
+                            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000)))
+    assert result.returncode == 1 and "File too large" in result.stderr and "continues" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    subprocess.run(command, check=True, capture_output=True)
+    for path in data.glob("*.bin"):
+        assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes()
+
+
+def test_memory_does_not_grow_with_the_data_touched(tmp_path):
+    shard(tmp_path / "x_train_0.bin", np.zeros(60_000_000, "<u2"))
+    code = f"""
+import sys; sys.path.insert(0, {str(HERE)!r})
+import train
+def resident(): return int(open("/proc/self/statm", encoding="utf-8").read().split()[1]) * 4096
+t = train.Tokens({str(tmp_path)!r}, "train", 1024, 100)
+for step in range(20): t.rows(t.order(1, step, 16))
+before = resident()
+for step in range(20, 3000): t.rows(t.order(1, step, 16))
+print(resident() - before)"""
+    if sys.platform == "linux":
+        grown = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+        assert grown < 40e6  # the shard has 120 MB, and all of it was read
+
+
+PAPER_SHAPES = {  # config -> the paper's vocabulary, parameters in millions (spread: what the paper leaves to guess)
+    "mhar_100m": (151_936, 115.55, 0.01), "mhar_350m": (151_936, 533.12, 0.01), "mhar_1b": (151_936, 1079.31, 0.01),
+    "delta_220m": (151_936, 220.52, 0.01), "delta_1044m": (151_936, 1043.92, 0.01), "delta_7.6b": (151_936, 7568.41, 0.01),
+    "delta_qwen3_0.6b": (151_936, 596.05, 0.01), "rd_120m": (33_000, 119.89, 0.01), "rd_343m": (33_000, 343.15, 0.01)}
+
+
+def test_configurations_have_the_papers_shapes():
+    assert {p.stem for p in HERE.glob("configs/*.toml")} == {*PAPER_SHAPES, "tiny"}
+    for name, (vocabulary, millions, spread) in PAPER_SHAPES.items():
+        path = HERE / "configs" / f"{name}.toml"
+        cfg, t = train.load_config([str(path)])
+        with torch.device("meta"):
+            model = GPT(dataclasses.replace(cfg, vocab_size=vocabulary))
+        assert abs(model.count()["total"] / 1e6 - millions) < spread, name
+        assert cfg.residual_mode == "standard" and all(getattr(cfg, k) == v for k, v in KNOBS.items())
+        train.check_batch(cfg, t, 8)
+        comment = path.read_text(encoding="utf-8").splitlines()[0]
+        assert comment.startswith(f"# torchrun --standalone --nproc_per_node=8 train.py configs/{name}.toml")
 
 
 def test_a_long_text_file_becomes_documents_cut_at_line_ends(tmp_path):
@@ -919,7 +1302,8 @@ def test_two_processes_give_the_numbers_of_one(data, tmp_path):
     argvs = [flags(data, tmp_path / f"{mode}-{dtype}-2", **s) for mode, dtype, s in runs]
     driver = tmp_path / "driver.py"
     driver.write_text(f"import sys; sys.path.insert(0, {str(HERE)!r}); import train\n"
-                      f"for argv in {argvs!r}: train.train(*train.load_config(argv))\n")
+                      f"for argv in {argvs!r}: train.train(*train.load_config(argv))\n"
+                      "train.dist.destroy_process_group()\n")
     result = run_script(driver, processes=2)
     assert result.returncode == 0, result.stderr[-3000:]
     for mode, dtype, s in runs:
@@ -946,7 +1330,7 @@ def test_checkpoints_load_safely_and_carry_no_prefixes(data, tmp_path):
 
 def test_checkpoints_that_cannot_be_used(data, tmp_path):
     run_training(data, tmp_path / "a", max_steps=2)
-    last = tmp_path / "a" / "last.pt"
+    last, config = tmp_path / "a" / "last.pt", (tmp_path / "a/config.toml").read_text()
     good = last.read_bytes()
 
     def error(**settings):
@@ -970,7 +1354,7 @@ def test_checkpoints_that_cannot_be_used(data, tmp_path):
     last.write_bytes(good)
     with pytest.raises(UserError, match="holds a run already"):
         run_training(data, tmp_path / "a")
-    assert last.read_bytes() == good
+    assert last.read_bytes() == good and (tmp_path / "a/config.toml").read_text() == config
 
 
 def test_a_finished_run_stays_finished_and_can_be_extended(data, tmp_path, capsys):
@@ -1030,7 +1414,7 @@ def test_a_signal_saves_and_the_run_goes_on(number, data, tmp_path):
             process.send_signal(number)
             break
     rest = process.communicate(timeout=60)[0]
-    assert process.returncode == 128 + number and "go on with --resume=true" in rest
+    assert process.returncode == 128 + number and "config.toml --resume=true" in rest
     step = torch.load(tmp_path / "a" / "last.pt", weights_only=True)["step"]
     rows = read_log(tmp_path / "a")
     assert step == int(rows[-1]["step"]) >= 5
@@ -1043,7 +1427,7 @@ def test_no_compiler_means_one_warning_and_eager(data, tmp_path, capsys, monkeyp
     monkeypatch.setattr(torch, "compile", broken)
     run_training(data, tmp_path / "a", compile="on", max_steps=2)
     out = capsys.readouterr().out
-    assert out.count("warning") == 1 and "compile: off, no working compiler" in out
+    assert out.count("warning: torch.compile") == 1 and "compile: off, no working compiler" in out
 
 
 def test_missing_data_is_prepared_when_the_configuration_says_how(data, tmp_path):

@@ -1,7 +1,7 @@
 """Train a GPT with any residual mode, on one process or many.
 
     python train.py configs/tiny.toml --residual_mode=attnres_block --seed=2
-    torchrun --standalone --nproc_per_node=8 train.py configs/tiny.toml --residual_mode=attnres_block --seed=2
+    torchrun --standalone --nproc_per_node=2 train.py configs/tiny.toml --residual_mode=attnres_block --seed=2
 
 Settings: defaults, then TOML files from left to right, then --key=value. `python train.py --help` lists every key. The
 keys are the fields of GPTConfig (model.py) and TrainConfig (below); a key that is not among them is an error.
@@ -38,7 +38,7 @@ import torch.distributed as dist
 
 import prepare_fineweb
 from model import GPT, GPTConfig, require, require_choice
-from prepare_fineweb import UserError, read_header
+from prepare_fineweb import UserError, check_crc, read_header, read_meta
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Configuration
@@ -123,6 +123,15 @@ def load_config(argv):
                 print(f"  --{name}={SCHEMA[name].default}".ljust(34), comment)
         sys.exit(0)
     values, stem = {}, "gpt"
+    flags = {}
+    for arg in (a for a in argv if a.startswith("-")):
+        key, equals, text = arg.removeprefix("--").partition("=")
+        parse_key("command line", key)
+        if not equals:
+            default = SCHEMA[key].default
+            raise UserError(f"--{key} needs a value with an equals sign: --{key}="
+                            f"{'true' if default is False else default or '...'}")
+        flags[key] = parse_value("command line", key, text, SCHEMA[key].type)
     for path in (a for a in argv if not a.startswith("-")):
         if not path.endswith(".toml"):
             raise UserError(f"{path!r}: expected a .toml file or --key=value")
@@ -133,12 +142,7 @@ def load_config(argv):
             raise UserError(f"cannot read {path}: {e}") from None
         values |= {key: parse_value(path, key, value) for key, value in content.items()}
         stem = Path(path).stem
-    for arg in (a for a in argv if a.startswith("-")):
-        key, equals, text = arg.removeprefix("--").partition("=")
-        parse_key("command line", key)
-        if not equals:
-            raise UserError(f"--{key} needs a value, as in --{key}={SCHEMA[key].default or '...'}")
-        values[key] = parse_value("command line", key, text, SCHEMA[key].type)
+    values |= flags
     try:
         cfg, train = (cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
                       for cls in (GPTConfig, TrainConfig))
@@ -185,6 +189,9 @@ def to_toml(*configs):
 # Data
 
 
+CHECK_BYTES = 2**28  # splits up to this size are compared with their checksums at each start, in a fraction of a second
+
+
 class Tokens:
     """One split as a single stream of tokens over all its shards, read through memory maps.
 
@@ -202,13 +209,19 @@ class Tokens:
         else:
             self.paths = sorted(folder.glob(f"*_{split}_*.bin"))
         if not self.paths:
-            raise UserError(f"{folder} holds no {split} shards (*_{split}_*.bin); prepare them with: python "
-                            f"prepare_fineweb.py --source=... --out={folder}")
+            without = "; train without val with --eval_every=0" if split == "val" else ""
+            raise UserError(f"{folder} holds no {split} shards (*_{split}_*.bin): prepare them with python "
+                            f"prepare_fineweb.py --source=... --out={folder}{without}")
         headers = [read_header(p) for p in self.paths]
         self.dtypes = [dtype for _, dtype in headers]
         counts = [n for n, _ in headers]
         if meta and counts != [s["tokens"] for s in meta["splits"][split]["shards"]]:
             raise UserError(f"{folder}: the {split} shards are not those of meta.json; prepare the data again")
+        size = sum(p.stat().st_size for p in self.paths)
+        self.checked = meta is not None and size <= CHECK_BYTES
+        if self.checked:
+            for path, s in zip(self.paths, meta["splits"][split]["shards"]):
+                check_crc(path, s["crc32"])
         self.starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
         self.total = int(self.starts[-1])
         self.windows = (self.total - 1) // seq_len
@@ -268,26 +281,6 @@ def permute(index, n, seed):
         out[outside] = left << half | right
         outside = out >= n
     return out
-
-
-def read_meta(data_dir):
-    """meta.json of a data folder, or None for shards that come without one. Raises UserError if there is no data."""
-    folder = Path(data_dir)
-    command = f"python prepare_fineweb.py --source=... --out={shlex.quote(str(folder))}"
-    if (folder / "progress.json").exists():
-        raise UserError(f"{folder} is only half prepared: run its prepare_fineweb.py command again, it continues")
-    if not (folder / "meta.json").exists():
-        if not folder.is_dir() or not any(folder.glob("*.bin")):
-            raise UserError(f"no data in {folder}: prepare it with: {command}")
-        return None
-    try:
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        for split in prepare_fineweb.SPLITS:
-            [(str(s["file"]), int(s["tokens"]), int(s["crc32"])) for s in meta["splits"][split]["shards"]]
-        int(meta["vocab_size"])
-        return meta
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise UserError(f"{folder}/meta.json is damaged ({type(e).__name__}: {e}): prepare the data again") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -364,7 +357,7 @@ def sum_over_ranks(values, device):
 
 
 @torch.no_grad()
-def evaluate(model, tokens, batch, device, dtype, limit=None, rank=0, world=1):
+def evaluate(model, tokens, batch, device, dtype, limit=None, rank=0, world=1, show=lambda part: None):
     """Mean NLL in nats over the first `limit` predictable tokens of a split (None: all), and their number.
 
     Every token but the first is predicted once, from at most seq_len before it; batches are dealt out to the ranks. All
@@ -380,6 +373,7 @@ def evaluate(model, tokens, batch, device, dtype, limit=None, rank=0, world=1):
         with autocast(device, dtype):
             loss = model(x, y)[1]
         nll, count = nll + loss.item() * (len(stretch) - 1), count + len(stretch) - 1
+        show(first / n)
     nll, count = sum_over_ranks([nll, float(count)], device)
     return nll / count, int(count)
 
@@ -440,12 +434,16 @@ def train(cfg, t):
     model = model.to(device, torch.float64 if dtype == torch.float64 else None)
     optimizer = make_optimizer(model, t, device)
     if rank == 0:
-        open_run_folder(cfg, t)
+        lock_run_folder(t)
     barrier()
     start, best = resume(cfg, t, model, optimizer, about_data, say) if t.resume else (0, math.inf)
+    if rank == 0 and start < t.max_steps:
+        describe_run(cfg, t)
     compiled = compile_model(model, t.compile, device, say)
     introduce(cfg, t, model, data, world, accumulate, say)
     say(f"device: {device} ({why_device}); dtype: {str(dtype)[6:]} ({why_dtype}); compile: {compiled}")
+    if t.max_steps <= t.warmup_steps:
+        say(f"warning: the warm-up of {t.warmup_steps} steps is longer than the run")
     if start >= t.max_steps:
         return say(f"{t.out_dir} is finished: {start} of {t.max_steps} steps are done; raise --max_steps to go on")
 
@@ -492,9 +490,10 @@ def train(cfg, t):
             if signalled or done == t.max_steps or (t.save_every and done % t.save_every == 0):
                 save_checkpoint(t.out_dir, "last.pt", checkpoint(done, best) | {"optimizer": optimizer.state_dict()})
         if signalled and done < t.max_steps:
-            say(f"stopped by a signal after step {done}, {t.out_dir}/last.pt is saved; go on with --resume=true")
+            config = shlex.quote(f"{t.out_dir}/config.toml")
+            say(f"stopped by a signal after step {done}, all is saved; go on with: train.py {config} --resume=true")
             barrier()
-            return sys.exit(128 + (stop.number or signal.SIGTERM))
+            sys.exit(128 + (stop.number or signal.SIGTERM))
     found = f", best val loss {best:.4f}" if best < math.inf else ""
     say(f"done: {t.max_steps} steps{found}; evaluate with: python eval.py {shlex.quote(t.out_dir)}")
 
@@ -556,10 +555,10 @@ def make_optimizer(model, t, device):
 folder_lock = None  # open as long as this process trains, so that no other writes to the same run folder
 
 
-def open_run_folder(cfg, t):
-    """Make the run folder, lock it, and fill in what describes the run."""
+def lock_run_folder(t):
+    """Make the run folder, and make sure that nobody else writes to it and that no other run is in it."""
     global folder_lock
-    out, here = Path(t.out_dir), Path(__file__).resolve().parent
+    out = Path(t.out_dir)
     try:
         out.mkdir(parents=True, exist_ok=True)
         folder_lock = None  # of an earlier run in this process
@@ -567,20 +566,29 @@ def open_run_folder(cfg, t):
         fcntl.flock(folder_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not t.resume and any((out / name).exists() for name in ("config.toml", "log.csv", "last.pt")):
             raise UserError(f"{out} holds a run already: go on with it (--resume=true) or choose another --out_dir")
-        with open(out / "config.toml", "w", encoding="utf-8") as f:
-            f.write(to_toml(cfg, t))
-        (out / "source").mkdir(exist_ok=True)
-        for path in here.glob("*.py"):
-            shutil.copy(path, out / "source")
-        git = subprocess.run(["git", "-C", here, "describe", "--always", "--dirty"], capture_output=True, text=True)
-        with open(out / "environment.txt", "w", encoding="utf-8") as f:
-            f.write(f"command: {shlex.join(sys.argv)}\ncommit: {git.stdout.strip() or 'unknown'}\n"
-                    f"python: {sys.version}\ntorch: {torch.__version__}\n"
-                    f"machine: {platform.platform()}, {os.cpu_count()} cores\n")
     except BlockingIOError:
         raise UserError(f"another process is training in {out}: wait for it or choose another --out_dir") from None
     except OSError as e:
         raise UserError(f"cannot write to the run folder {out} ({e.strerror or e}): choose another --out_dir") from None
+
+
+def describe_run(cfg, t):
+    """Configuration, source files and, for each start, command and environment: the folder explains itself."""
+    out, here = Path(t.out_dir), Path(__file__).resolve().parent
+    try:
+        with open(out / "config.tmp", "w", encoding="utf-8") as f:
+            f.write(to_toml(cfg, t))
+        os.replace(out / "config.tmp", out / "config.toml")
+        (out / "source").mkdir(exist_ok=True)
+        for path in here.glob("*.py"):
+            shutil.copy(path, out / "source")
+        git = subprocess.run(["git", "-C", here, "describe", "--always", "--dirty"], capture_output=True, text=True)
+        with open(out / "environment.txt", "a", encoding="utf-8") as f:
+            f.write(f"command: {shlex.join(sys.argv)}\ncommit: {git.stdout.strip() or 'unknown'}\n"
+                    f"python: {sys.version}\ntorch: {torch.__version__}\n"
+                    f"machine: {platform.platform()}, {os.cpu_count()} cores\n\n")
+    except OSError as e:
+        raise UserError(f"cannot write to the run folder {out} ({e.strerror or e})") from None
 
 
 def resume(cfg, t, model, optimizer, about_data, say):
@@ -605,19 +613,21 @@ def resume(cfg, t, model, optimizer, about_data, say):
     torch.set_rng_state(saved["rng"])
     changed.pop("resume", None)
     news = f"; changed: {', '.join(changed.values())}" if changed else ""
-    say(f"resuming {t.out_dir} after step {saved['step']}{news}")
+    rate = f"; next learning rate {t.lr_at(saved['step']):.1e}" if saved["step"] < t.max_steps else ""
+    say(f"resuming {t.out_dir} after step {saved['step']}{news}{rate}")
     return saved["step"], saved["best"]
 
 
 def introduce(cfg, t, model, data, world, accumulate, say):
     n, res, budget = model.count(), model.residual, t.max_steps * t.tokens_per_step
+    routing = f", {n['router']:,} of them in the residual" if n["router"] else ""
     say(f"model: {cfg.residual_mode}, {cfg.n_layer} layers of width {cfg.n_embd}, {n['total']:,} parameters "
-        f"({n['non_embedding']:,} without embeddings, {n['router']:,} of them for routing)")
+        f"({n['non_embedding']:,} without embeddings{routing})")
     if hasattr(res, "depth_block"):
         say(f"depth: {2 * cfg.n_layer} sublayers in {math.ceil(2 * cfg.n_layer / res.depth_block)} depth blocks of "
             f"{res.depth_block}, {res.route_heads} depth head{'s' * (res.route_heads > 1)}")
-    say(f"data: {t.data_dir}, {data.total:,} train tokens; {t.max_steps:,} steps use {budget:,}, "
-        f"{budget / (data.windows * cfg.seq_len):.2f} epochs")
+    say(f"data: {t.data_dir}, {data.total:,} train tokens{'' if data.checked else ', checksums not compared'}; "
+        f"{t.max_steps:,} steps use {budget:,}, {budget / (data.windows * cfg.seq_len):.2f} epochs")
     say(f"step: {t.tokens_per_step:,} tokens = {t.micro_batch} sequences x {cfg.seq_len} tokens x {world} "
         f"process{'es' * (world > 1)} x {accumulate} micro-step{'s' * (accumulate > 1)}")
 
@@ -727,19 +737,24 @@ def open_tracker(t):
 
 
 def main(argv=None):
-    first = os.environ.get("RANK", "0") == "0" or not dist.is_torchelastic_launched()
     try:
-        configs = load_config(sys.argv[1:] if argv is None else argv)
+        train(*load_config(sys.argv[1:] if argv is None else argv))
     except UserError as e:
-        sys.exit(f"train.py: {e}" if first else 1)
-    try:
-        train(*configs)
-    except UserError as e:
-        sys.exit(f"train.py: {e}")
+        fail(e)
     except KeyboardInterrupt:
-        sys.exit("train.py: interrupted")
-    if dist.is_initialized():
-        dist.destroy_process_group()
+        sys.exit("train.py: interrupted before the first step")
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def fail(error):
+    """Exit with one line. Most errors are those of all ranks: the first says it, and torchrun ends the others."""
+    rank = int(os.environ["RANK"]) if dist.is_torchelastic_launched() else 0
+    if rank:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(5)
+    sys.exit(f"{Path(sys.argv[0]).name}: {f'rank {rank}: ' if rank else ''}{error}")
 
 
 if __name__ == "__main__":
