@@ -15,11 +15,10 @@ import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from model import GPT
 from prepare_fineweb import UserError, get_encoding
-from train import (Tokens, autocast, choose_device, choose_dtype, evaluate, fail, load_checkpoint, load_weights,
+from train import (Tokens, autocast, choose_device, choose_dtype, evaluate, guard, load_checkpoint, load_weights,
                    read_meta, start_processes)
 
 
@@ -27,22 +26,30 @@ def parse_args(argv):
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                 allow_abbrev=False)
     p.add_argument("run", help="run folder (its last.pt) or checkpoint file")
-    p.add_argument("--split", default="val", choices=("train", "val", "test"))
+    p.add_argument("--split", choices=("train", "val", "test"), help="default val")
     p.add_argument("--data_dir", help="folder with the token shards (default: that of the run)")
-    p.add_argument("--batch", type=int, default=8, help="sequences per forward pass (default 8)")
+    p.add_argument("--batch", type=int, help="sequences per forward pass (default 8)")
     p.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
     p.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float64"))
     p.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     p.add_argument("--prompt", help="write a continuation of this text instead of evaluating")
-    p.add_argument("--tokens", type=int, default=200, help="tokens to write (default 200)")
-    p.add_argument("--samples", type=int, default=1, help="continuations to write (default 1)")
-    p.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
-    p.add_argument("--top_k", type=int, default=0, help="sample among the k likeliest tokens; 0: among all (default)")
-    p.add_argument("--seed", type=int, default=1, help="of the samples (default 1)")
+    p.add_argument("--tokens", type=int, help="tokens to write (default 200)")
+    p.add_argument("--samples", type=int, help="continuations to write (default 1)")
+    p.add_argument("--temperature", type=float, help="0 takes the likeliest token (default 0.8)")
+    p.add_argument("--top_k", type=int, help="sample among the k likeliest tokens; 0: among all (default)")
+    p.add_argument("--seed", type=int, help="of the samples (default 1)")
     args = p.parse_args(argv)
-    for name, low in (("batch", 1), ("tokens", 1), ("samples", 1), ("temperature", 0), ("top_k", 0), ("seed", 0)):
-        if not low <= getattr(args, name) < math.inf:
-            p.error(f"--{name}={getattr(args, name)}: must be at least {low}")
+    measuring = {"split": "val", "batch": 8}
+    sampling = {"tokens": 200, "samples": 1, "temperature": 0.8, "top_k": 0, "seed": 1}
+    unused, why = (sampling, "without") if args.prompt is None else (measuring, "with")
+    for name, default in (measuring | sampling).items():
+        value = getattr(args, name)
+        if value is None:
+            setattr(args, name, default)
+        elif name in unused:
+            p.error(f"--{name} has no effect {why} --prompt")
+        elif name != "split" and not (1 if name in ("batch", "tokens", "samples") else 0) <= value < 2**62:
+            p.error(f"--{name}={value}: out of range")
     return args
 
 
@@ -85,37 +92,31 @@ def sample(args, model, saved, device, dtype):
     torch.manual_seed(args.seed)
     with autocast(device, dtype):
         prompts = torch.tensor([ids] * args.samples, device=device)
-        out = model.generate(prompts, args.tokens, args.temperature, args.top_k)
+        out = model.generate(prompts, args.tokens, args.temperature, args.top_k, encoding.n_vocab)
     return [encoding.decode(row[1:], errors="replace") for row in out.tolist()]
 
 
+def run(args):
+    device, _ = choose_device(args.device)
+    dtype, _ = choose_dtype(args.dtype, device)
+    rank, world = start_processes(device)
+    model, saved, path = load_model(args.run, device, dtype)
+    if args.prompt is not None:
+        texts = sample(args, model, saved, device, dtype)
+        if rank == 0:
+            print(json.dumps(texts) if args.json else "\n---\n".join(texts))
+        return
+    result = measure(args, model, saved, device, dtype, rank, world)
+    if rank == 0 and args.json:
+        print(json.dumps(result))
+    elif rank == 0:
+        bpb = f"{result['bits_per_byte']:.4f} bits per byte" if result["bits_per_byte"] else "bits per byte n/a"
+        print(f"{path} ({result['mode']}, step {result['step']}) on {result['data_dir']} {args.split}: loss "
+              f"{result['loss']:.6f}, perplexity {result['perplexity']:.3f}, {bpb}, {result['tokens']:,} tokens")
+
+
 def main(argv=None):
-    args = parse_args(argv)
-    try:
-        device, _ = choose_device(args.device)
-        dtype, _ = choose_dtype(args.dtype, device)
-        rank, world = start_processes(device)
-        model, saved, path = load_model(args.run, device, dtype)
-        if args.prompt is not None:
-            texts = sample(args, model, saved, device, dtype)
-            if rank == 0:
-                print(json.dumps(texts) if args.json else "\n---\n".join(texts))
-        else:
-            result = measure(args, model, saved, device, dtype, rank, world)
-            if rank == 0 and args.json:
-                print(json.dumps(result))
-            elif rank == 0:
-                bpb = f"{result['bits_per_byte']:.4f} bits per byte" if result["bits_per_byte"] else "bits per byte n/a"
-                print(f"{path} ({result['mode']}, step {result['step']}) on {result['data_dir']} {args.split}: "
-                      f"loss {result['loss']:.6f}, perplexity {result['perplexity']:.3f}, {bpb}, "
-                      f"{result['tokens']:,} tokens")
-    except UserError as e:
-        fail(e)
-    except KeyboardInterrupt:
-        sys.exit("eval.py: interrupted")
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    guard("eval.py", run, parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -393,11 +393,12 @@ class GPT(nn.Module):
         return y.to(at_least_fp32(y.dtype))
 
     @torch.no_grad()
-    def generate(self, idx, n, temperature=1.0, top_k=0):
+    def generate(self, idx, n, temperature=1.0, top_k=0, n_vocab=0):
         """Append n sampled tokens to the prompt idx (B, T), T >= 1; returns (B, T + n).
 
-        temperature 0 takes the likeliest token; top_k > 0 samples among the k likeliest. The model sees at most its
-        last seq_len tokens; when the cache is full it is rebuilt from the newest half of them.
+        temperature 0 (or below 1e-6) takes the likeliest token; top_k > 0 samples among the k likeliest; n_vocab > 0
+        allows only ids below it (a vocabulary may be padded). The model sees at most its last seq_len tokens; when the
+        cache is full it is rebuilt from the newest half of them.
         """
         require(idx.shape[1] >= 1, "generate: the prompt is empty, give at least one token (for instance end-of-text)")
         require(temperature >= 0 and top_k >= 0, f"temperature={temperature}, top_k={top_k}: must not be negative")
@@ -407,10 +408,12 @@ class GPT(nn.Module):
                 new = idx[:, -limit:] if cache is None else idx[:, -max(1, limit // 2):]
                 cache = KVCache(self.cfg, len(idx), limit, idx.device, self.kv_dtype())
             logits = self.logits(self.trunk(new, cache)[:, -1])
+            if n_vocab:
+                logits[:, n_vocab:] = -math.inf
             if top_k:
                 kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
                 logits = logits.masked_fill(logits < kth, -math.inf)
-            if temperature:  # shifted before the division: a tiny temperature must not overflow
+            if temperature > 1e-6:  # shifted before the division, which must not overflow
                 new = ((logits - logits.max(-1, keepdim=True).values) / temperature).softmax(-1).multinomial(1)
             else:
                 new = logits.argmax(-1, keepdim=True)

@@ -20,6 +20,7 @@ characters, the longest document and one row group, however large the source is.
 """
 import argparse
 import base64
+import fcntl
 import glob
 import gzip
 import hashlib
@@ -27,6 +28,7 @@ import io
 import json
 import multiprocessing
 import os
+import re
 import shlex
 import signal
 import sys
@@ -61,6 +63,9 @@ SUFFIXES = ".txt", ".jsonl", ".parquet"
 TIMEOUT = 8  # seconds without an answer from the network
 
 
+AGAIN = "delete the folder and prepare the data again"
+
+
 class UserError(Exception):
     """Something the user can mend; the scripts print it as one line."""
 
@@ -75,49 +80,84 @@ class Bad(str):
 
 def read_header(path):
     """Check a shard's header against the length of its file; returns (number of tokens, numpy dtype of a token)."""
-    header = np.fromfile(path, dtype="<i4", count=HEADER_BYTES // 4)
+    try:
+        header = np.fromfile(path, dtype="<i4", count=HEADER_BYTES // 4)
+        size = os.path.getsize(path)
+    except OSError as e:
+        raise UserError(f"{path}: cannot be read ({e.strerror}); {AGAIN}") from None
     kind = tuple(header[:2].tolist())
     if kind not in FORMATS or header.nbytes < HEADER_BYTES:
         raise UserError(f"{path}: not a token shard: it starts with {kind}, expected magic and version "
-                        f"{' or '.join(map(str, FORMATS))}")
+                        f"{' or '.join(map(str, FORMATS))}; {AGAIN}")
     tokens, dtype = int(header[2]), FORMATS[kind]
-    found = (os.path.getsize(path) - HEADER_BYTES) / dtype.itemsize
+    found = (size - HEADER_BYTES) / dtype.itemsize
     if tokens != found:
-        raise UserError(f"{path}: damaged: its header promises {tokens} tokens, the file holds {found:g}; "
-                        "delete it and prepare the data again")
+        raise UserError(f"{path}: damaged: its header promises {tokens} tokens, the file holds {found:g}; {AGAIN}")
     return tokens, dtype
 
 
-def check_crc(path, expected):
-    """Compare a shard's tokens with their CRC-32 in meta.json."""
+def check_shards(folder, shards, contents=True):
+    """Compare shards with what meta.json says of them; `contents`: their checksums too, about 1 GB/s."""
+    for s in shards:
+        path = folder / s["file"]
+        if read_header(path)[0] != s["tokens"]:
+            raise UserError(f"{path}: not the shard that meta.json describes, which has {s['tokens']} tokens; {AGAIN}")
+        if contents and (crc := file_crc(path)) != s["crc32"]:
+            raise UserError(f"{path}: damaged: its checksum is {crc:08x}, meta.json has {s['crc32']:08x}; {AGAIN}")
+
+
+def file_crc(path, tokens_end=None):
+    """CRC-32 of a shard's tokens."""
     crc = 0
     with open(path, "rb") as f:
         f.seek(HEADER_BYTES)
-        while block := f.read(1 << 22):
+        while block := f.read(1 << 22 if tokens_end is None else min(1 << 22, tokens_end - f.tell())):
             crc = zlib.crc32(block, crc)
-    if crc != expected:
-        raise UserError(f"{path}: damaged: its checksum is {crc:08x}, meta.json has {expected:08x}; delete the folder "
-                        "and prepare the data again")
+    return crc
 
 
 def read_meta(data_dir):
     """meta.json of a data folder, or None for shards that come without one. Raises UserError if there is no data."""
     folder = Path(data_dir)
-    if (folder / "progress.json").exists():
-        raise UserError(f"{folder} is only half prepared: run its prepare_fineweb.py command again, it continues")
-    if not (folder / "meta.json").exists():
+    try:
+        text = (folder / "meta.json").read_text(encoding="utf-8")
+    except OSError as e:
+        if (folder / "progress.json").exists():
+            raise UserError(f"{folder} is half prepared: run its prepare_fineweb.py command again") from None
+        if not isinstance(e, FileNotFoundError | NotADirectoryError):
+            raise UserError(f"cannot read {folder}/meta.json ({e.strerror})") from None
         if not folder.is_dir() or not any(folder.glob("*.bin")):
             raise UserError(f"no data in {folder}: prepare it with: python prepare_fineweb.py --source=... "
-                            f"--out={shlex.quote(str(folder))}")
+                            f"--out={shlex.quote(str(folder))}") from None
         return None
     try:
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        meta = json.loads(text)
+        ok = is_count(meta["vocab_size"]) and meta["vocab_size"] and isinstance(meta["tokenizer"], str)
         for split in SPLITS:
-            [(str(s["file"]), int(s["tokens"]), int(s["crc32"])) for s in meta["splits"][split]["shards"]]
-        int(meta["vocab_size"])
+            part = meta["splits"][split]
+            ok = ok and is_count(part["tokens"]) and is_count(part["text_bytes"])
+            for s in part["shards"]:
+                ok = ok and re.fullmatch(r"[^/]+\.bin", s["file"]) and is_count(s["tokens"]) and is_count(s["crc32"])
+        if not ok:
+            raise ValueError("a value is not what it should be")
         return meta
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise UserError(f"{folder}/meta.json is damaged ({type(e).__name__}: {e}): prepare the data again") from None
+    except (ValueError, KeyError, TypeError, RecursionError) as e:
+        raise UserError(f"{folder}/meta.json is damaged ({type(e).__name__}: {first_line(e)}); {AGAIN}") from None
+
+
+def is_count(value):
+    return type(value) is int and 0 <= value < 2**62
+
+
+def lock_folder(folder, what):
+    """Make a folder and keep it for this process, as long as the returned file is open."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    lock = open(Path(folder) / "lock", "w", encoding="utf-8")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"another process is {what} {folder}: wait for it, or choose another folder") from None
+    return lock
 
 
 class Writer:
@@ -130,9 +170,13 @@ class Writer:
         part, done = self.path(".part"), self.path(".bin")
         if done.exists() and not part.exists():
             done.rename(part)  # finished after the state was last written: go back to the state
+        check_shards(out, self.state["shards"], contents=False)
         if self.state["open_tokens"]:
+            end = HEADER_BYTES + self.state["open_tokens"] * dtype.itemsize
+            if not part.exists() or file_crc(part, end) != self.state["open_crc"]:
+                raise UserError(f"{part} is missing or damaged, so this preparation cannot go on; {AGAIN}")
             self.file = open(part, "r+b")
-            self.file.truncate(HEADER_BYTES + self.state["open_tokens"] * dtype.itemsize)
+            self.file.truncate(end)
             self.file.seek(0, os.SEEK_END)
 
     @property
@@ -212,12 +256,12 @@ class Source(NamedTuple):
         """Yield (index, where, bytes of the file read so far, text or Bad) of file i from index `skip` on."""
         name, size = self.files[i]
         index = skip - 1
-        reader = READERS[self.kind or os.path.splitext(name.removesuffix(".gz").removesuffix(".zst"))[1]]
+        reader = READERS[self.kind or suffix(name)]
         try:
             for index, *document in reader(self.fetch(i), skip, text_key):
                 yield index, *document
             if index < 0:
-                yield 0, "", size, Bad("holds no document")
+                yield 0, 1, size, Bad("empty: it holds no document")
         except (EOFError, OSError, ValueError, zlib.error, *zstd_errors()) as e:  # pyarrow's are among these
             if getattr(e, "errno", None) is not None:
                 raise
@@ -241,11 +285,11 @@ def find_source(args, hub):
     found = [Path(p) for p in glob.glob(args.source, recursive=True)] or ([path] if path.exists() else [])
     if not found:
         raise UserError(f"--source={args.source}: no such file or folder")
-    files = [f for p in found for f in (p.rglob("*") if p.is_dir() else [p]) if f.is_file()]
+    files = [f for p in found for f in walk(p)]
     usable = [f for f in files if kind or is_text(f.name)]
     if not usable:
-        raise UserError(f"--source={args.source}: no file that ends in {', '.join(SUFFIXES)} (or these with .gz, .zst); "
-                        "for other names give --format")
+        raise UserError(f"--source={args.source}: no file that ends in {', '.join(SUFFIXES)} (or with .gz, .zst "
+                        "behind); for other names give --format")
     if len(usable) < len(files):
         left_out = sorted(set(files) - set(usable))
         print(f"{len(left_out)} files of other kinds are left out, the first is {left_out[0]}")
@@ -283,7 +327,7 @@ def hub_source(repo, config, args, hub):
             except Exception as e:
                 error = first_line(e)
                 time.sleep(pause)
-        raise UserError(f"cannot download {files[i][0]} of {repo} ({error}); the same command continues")
+        raise UserError(f"cannot download {files[i][0]} of {repo} ({error}); the same command goes on")
 
     def fetch(i):
         """Wait for file i and start on the next; with --discard the one before is deleted."""
@@ -315,8 +359,27 @@ def choose_files(info, config, repo):
     return files
 
 
+def walk(path):
+    """The files below a folder, or the file itself. Links to folders are not followed (they may lead back)."""
+    if not path.is_dir():
+        yield path
+        return
+
+    def stop(error):
+        raise error
+    for folder, below, names in os.walk(path, onerror=stop):
+        for link in (name for name in below if os.path.islink(os.path.join(folder, name))):
+            print(f"{os.path.join(folder, link)} is a link to a folder: not followed")
+        yield from (Path(folder) / name for name in names if (Path(folder) / name).is_file())
+
+
+def suffix(name):
+    """`.txt` of a.txt, A.TXT and a.txt.gz."""
+    return os.path.splitext(name.lower().removesuffix(".gz").removesuffix(".zst"))[1]
+
+
 def is_text(name):
-    return name.removesuffix(".gz").removesuffix(".zst").endswith(SUFFIXES)
+    return suffix(name) in SUFFIXES
 
 
 def first_line(error):
@@ -393,16 +456,15 @@ def read_txt(path, skip, _):
     index, line, start, piece, size = 0, 1, 1, [], 0
     with open_text(path) as (raw, told):
         f = io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape", newline="")
-        while True:
-            text = f.readline(TXT_CHARS)
-            piece.append(text)
-            size, line = size + len(text), line + text.endswith("\n")
-            if size >= TXT_CHARS or (not text and (size or not index)):
+        while text := f.readline(TXT_CHARS):
+            if size >= TXT_CHARS and (text.strip() or size >= 2 * TXT_CHARS):  # blank lines stay with what they follow
                 if index >= skip:
                     yield index, start, told(), "".join(piece)
                 index, start, piece, size = index + 1, line, [], 0
-            if not text:
-                return
+            piece.append(text)
+            size, line = size + len(text), line + text.endswith("\n")
+        if piece and index >= skip:
+            yield index, start, told(), "".join(piece)
 
 
 def read_jsonl(path, skip, text_key):
@@ -454,12 +516,12 @@ def check(text):
     """The text, or why it cannot be a document."""
     if isinstance(text, Bad):
         return text
-    if not any(unicodedata.category(c)[0] not in "ZC" for c in text):
-        return Bad("empty: nothing visible in it")
     try:
         text.encode()
     except UnicodeEncodeError as e:
         return Bad(f"not valid UTF-8 (byte 0x{ord(text[e.start]) & 0xff:02x} after {e.start} characters)")
+    if not any(unicodedata.category(c)[0] not in "ZC" for c in text):
+        return Bad("empty: nothing visible in it")
     return text
 
 
@@ -578,13 +640,17 @@ def start_worker(tokenizer):
         threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
 
 
-def encode_chunk(texts, holdout, wanted, dtype):
-    """Per document: (split, bytes of text, ids behind an end-of-text token); no ids for splits that are not wanted."""
+def encode_chunk(texts, holdout, none, full, dtype):
+    """Per document: (split, bytes of text, ids behind an end-of-text token).
+
+    What falls into a split of `none` (not asked for at all) goes to train; splits that are `full` get no ids.
+    """
     out = []
     for text in texts:
         data = text.encode()
         split, ids = split_of(data, holdout), None
-        if split in wanted:
+        split = 0 if split in none else split
+        if split not in full:
             try:
                 parts = [encoding.encode_to_numpy(part, disallowed_special=()) for part in segments(text)]
             except ValueError as e:
@@ -611,9 +677,9 @@ def in_order(jobs, function, workers, tokenizer):
             for future, tag in waiting:
                 yield future.result(), tag
         except BrokenProcessPool:
-            raise UserError("a worker process died (killed, or out of memory?); the same command continues") from None
+            raise UserError("a worker process died (killed, or out of memory?); the same command goes on") from None
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(cancel_futures=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -621,8 +687,8 @@ def in_order(jobs, function, workers, tokenizer):
 
 
 def parse_args(argv):
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                allow_abbrev=False)
+    p = argparse.ArgumentParser("prepare_fineweb.py", description=__doc__, allow_abbrev=False,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--source", default="fineweb-edu", help="fineweb-edu (default), hf:ORG/NAME for another dataset of "
                    "the Hub, stdlib, a file, a folder, a quoted glob, or - for standard input")
     p.add_argument("--out", required=True, help="folder for the shards and meta.json")
@@ -631,7 +697,7 @@ def parse_args(argv):
     p.add_argument("--config", default="", help="configuration of a Hub dataset (fineweb-edu: sample-10BT)")
     p.add_argument("--revision", default="", help="revision of a Hub dataset (default: the newest)")
     p.add_argument("--discard", action="store_true", help="delete each downloaded file once the next one is begun")
-    p.add_argument("--format", default="", choices=("txt", "jsonl", "parquet"), help="of the files, whatever their names")
+    p.add_argument("--format", default="", choices=("txt", "jsonl", "parquet"), help="of files with other names")
     p.add_argument("--text_key", default="text", help="key of the text in .jsonl, column in .parquet (default text)")
     p.add_argument("--shard_tokens", type=int, default=100_000_000, help="tokens per shard (default 100M)")
     p.add_argument("--val_tokens", type=int, default=1_000_000, help="most tokens in val; 0: none (default 1M)")
@@ -648,11 +714,23 @@ def parse_args(argv):
             p.error(f"--{name}={getattr(args, name)}: must be {low} to {high}")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     args.workers = args.workers or cores
+    if os.path.exists(args.source):
+        args.source = os.path.normpath(args.source)
     args.tokenizer = args.tokenizer or ("gpt2" if args.source.startswith(("fineweb-edu", "hf:")) else "bytes")
     return args
 
 
 def prepare(args):
+    """Lock the folder and fill it, or go on where an earlier run stopped."""
+    try:
+        lock = lock_folder(args.out, "preparing")
+    except OSError as e:
+        raise UserError(f"{args.out}: cannot write to this folder ({e.strerror})") from None
+    with lock:
+        fill(args)
+
+
+def fill(args):
     out, hub = Path(args.out), args.source.startswith(("fineweb-edu", "hf:"))
     args.skip_bad = args.skip_bad or args.source == "stdlib"
     # what decides the content of the shards: a folder holds one such set for its whole life
@@ -660,7 +738,7 @@ def prepare(args):
     settings = {name: getattr(args, name) for name in names.split()}
     old = read_state(out, settings)
     if old and hub and "end_of_text" in old:
-        return print(f"{out} is complete already: nothing to do")
+        return complete(out)
     source = find_source(args, old and old["hub"])
 
     def digest(position):
@@ -674,10 +752,11 @@ def prepare(args):
         raise UserError(f"{out} was prepared from other files than --source={args.source} holds now: delete it or use "
                         "another --out")
     if old and "end_of_text" in old:
-        return print(f"{out} is complete already: nothing to do")
+        return complete(out)
     encoder = get_encoding(args.tokenizer)
     dtype = FORMATS[20240520, 1] if encoder.n_vocab <= 2**16 else FORMATS[20240801, 7]
-    state = old or dict(settings=settings, hub=source.hub, files=len(source.files), position=[0, 0], skipped=0, skipped_first=[], splits={})
+    state = old or dict(settings=settings, hub=source.hub, files=len(source.files), position=[0, 0], skipped=0,
+                        skipped_first=[], splits={})
     limits = dict(train=args.max_tokens or None, val=args.val_tokens, test=args.test_tokens)
     writers = [Writer(out, f"{source.stem}_{s}", limits[s], args.shard_tokens, dtype, state["splits"].get(s))
                for s in SPLITS]
@@ -694,7 +773,8 @@ def prepare(args):
     if old:
         print(f"continuing in {out} behind document {total('documents')}")
     save()
-    jobs = (((texts, args.holdout, [i for i, w in enumerate(writers) if not w.full], dtype), tag)
+    none = [i for i, w in enumerate(writers) if w.limit == 0]
+    jobs = (((texts, args.holdout, none, [i for i, w in enumerate(writers) if w.full], dtype), tag)
             for texts, *tag in read_chunks(source, state["position"], args))
     show, saved, before = Progress(sum(size for _, size in source.files)), time.monotonic(), total("tokens")
     for documents, (position, done_bytes, skipped) in in_order(jobs, encode_chunk, args.workers, args.tokenizer):
@@ -741,7 +821,6 @@ def prepare(args):
 def read_state(out, settings):
     """What an earlier run left in the folder: its meta.json or its progress.json; None for a fresh folder."""
     try:
-        out.mkdir(parents=True, exist_ok=True)
         path = next((out / name for name in ("meta.json", "progress.json") if (out / name).exists()), None)
         if path is None:
             if any(out.glob("*.bin")):
@@ -756,20 +835,29 @@ def read_state(out, settings):
         changed = [f"{k}: {old.get(k)} -> {v}" for k, v in settings.items() if old.get(k) != v]
         for key in ("hub", "files", "position", "input", "splits", "skipped", "skipped_first"):
             state[key]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-        raise UserError(f"{out}: cannot use this folder ({type(e).__name__}: {e})") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        raise UserError(f"{path} is damaged ({type(e).__name__}: {first_line(e)}); {AGAIN}") from None
     if changed:
         raise UserError(f"{out} was prepared otherwise ({', '.join(changed)}): delete it or use another --out")
     return state
 
 
+def complete(out):
+    (out / "progress.json").unlink(missing_ok=True)  # left when a kill came between the two
+    check_shards(out, all_shards(read_meta(out)), contents=False)
+    print(f"{out} is complete already: nothing to do (--verify compares the checksums)")
+
+
+def all_shards(meta):
+    if meta is None:
+        raise UserError("these shards came without a meta.json: there is nothing to compare them with")
+    return [s for split in SPLITS for s in meta["splits"][split]["shards"]]
+
+
 def verify(out):
-    meta = read_meta(out)
-    for split in meta["splits"].values():
-        for s in split["shards"]:
-            read_header(out / s["file"])
-            check_crc(out / s["file"], s["crc32"])
-    print(f"{out}: all {sum(len(s['shards']) for s in meta['splits'].values())} shards are as they were written")
+    shards = all_shards(read_meta(out))
+    check_shards(out, shards)
+    print(f"{out}: all {len(shards)} shards are as they were written")
 
 
 class Progress:
@@ -808,15 +896,17 @@ def report(out, meta):
 
 
 def main(argv=None):
+    args = parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # names of files need not be printable
     try:
-        args = parse_args(argv)
         verify(Path(args.out)) if args.verify else prepare(args)
     except UserError as e:
         sys.exit(f"prepare_fineweb.py: {e}")
     except OSError as e:
-        sys.exit(f"prepare_fineweb.py: {e.strerror or e}: {e.filename or ''} (the same command continues)")
+        sys.exit(f"prepare_fineweb.py: {e.filename or args.out}: {e.strerror or e} (the same command goes on)")
     except KeyboardInterrupt:
-        sys.exit("prepare_fineweb.py: interrupted; the same command continues")
+        sys.exit("prepare_fineweb.py: interrupted; the same command goes on")
 
 
 if __name__ == "__main__":

@@ -532,9 +532,9 @@ def test_configuration_layers(tmp_path):
     a.write_text("n_layer = 3\nlr = 1\nmax_steps = 1_000\n")
     b.write_text('n_layer = 4\nresidual_mode = "attnres"\n')
     cfg, t = train.load_config([str(a), "--seed=7", str(b), "--qk_norm=False", "--max_steps=2_000", "--min_lr=6e-5",
-                                "--prepare=--source=x --out=y"])
+                                "--prepare=--source=x --holdout=3"])
     assert (cfg.n_layer, cfg.residual_mode, cfg.qk_norm) == (4, "attnres", False)
-    assert (t.lr, t.max_steps, t.min_lr, t.seed, t.prepare) == (1.0, 2000, 6e-5, 7, "--source=x --out=y")
+    assert (t.lr, t.max_steps, t.min_lr, t.seed, t.prepare) == (1.0, 2000, 6e-5, 7, "--source=x --holdout=3")
     assert t.out_dir == "runs/b-attnres-seed7"
 
 
@@ -699,10 +699,10 @@ def test_shards_must_match_their_meta(data, tmp_path):
     shutil.copytree(data, tmp_path / "d")
     name = json.loads((data / "meta.json").read_text())["splits"]["train"]["shards"][1]["file"]
     shard(tmp_path / "d" / name, range(200))
-    with pytest.raises(UserError, match="not those of meta.json"):
+    with pytest.raises(UserError, match="not the shard that meta.json describes"):
         train.Tokens(tmp_path / "d", "train", 16, 257)
     (tmp_path / "d" / name).unlink()
-    with pytest.raises(UserError, match="is missing"):
+    with pytest.raises(UserError, match="cannot be read"):
         train.Tokens(tmp_path / "d", "train", 16, 257)
 
 
@@ -798,10 +798,10 @@ def test_interrupted_preparation_continues_bit_for_bit(data, tmp_path, monkeypat
 
 
 def test_a_finished_folder_is_left_alone(data, tmp_path, capsys):
-    stamps = {p.name: p.stat().st_mtime_ns for p in data.iterdir()}
+    stamps = {p.name: p.stat().st_mtime_ns for p in data.iterdir() if p.name != "lock"}
     prepare(data.parent / "text", data, "--holdout=10", "--shard_tokens=30000")
     assert "nothing to do" in capsys.readouterr().out
-    assert stamps == {p.name: p.stat().st_mtime_ns for p in data.iterdir()}
+    assert stamps == {p.name: p.stat().st_mtime_ns for p in data.iterdir() if p.name != "lock"}
     with pytest.raises(UserError, match="prepared otherwise .holdout: 10 -> 11"):
         prepare(data.parent / "text", data, "--holdout=11", "--shard_tokens=30000")
     shard(tmp_path / "foreign/x_train_0.bin", range(5))
@@ -841,7 +841,8 @@ def test_text_that_cannot_be_used(tmp_path):
 
 
 def all_documents(out, meta):
-    return [d for split in prepare_fineweb.SPLITS if meta["splits"][split]["shards"] for d in documents(out, meta, split)]
+    splits = [s for s in prepare_fineweb.SPLITS if meta["splits"][s]["shards"]]
+    return [d for split in splits for d in documents(out, meta, split)]
 
 
 TRAIN_ONLY = "--val_tokens=0", "--test_tokens=0"  # everything goes to train
@@ -984,6 +985,9 @@ def test_ids_above_65535_are_never_wrapped(tmp_path):
     tokens = train.Tokens(tmp_path / "out", "train", 16, 70_002)
     ids = tokens.read(0, tokens.total)
     assert {70_000, 70_001} < set(ids.tolist()) and np.array_equal(ids, np.fromfile(path, "<u4", offset=1024))
+    with pytest.raises(UserError, match="a vocabulary of 70002, more than vocab_size=65536"):
+        train.Tokens(tmp_path / "out", "train", 16, 65_536)
+    (tmp_path / "out/meta.json").unlink()
     with pytest.raises(UserError, match="docs_train_000000.bin holds token 7000"):
         train.Tokens(tmp_path / "out", "train", 16, 65_536).read(0, 1000)
 
@@ -993,7 +997,7 @@ def test_the_tokenizer_cache_takes_plain_names(tmp_path, monkeypatch):
     (tmp_path / "vocab.bpe").write_bytes(b"content")
     assert prepare_fineweb.read_ranks("http://127.0.0.1:9/some/vocab.bpe") == b"content"
     start = time.monotonic()
-    with pytest.raises(UserError, match="save it as encoder.json, put it into a folder here and set TIKTOKEN_CACHE_DIR"):
+    with pytest.raises(UserError, match="save it as encoder.json, put it into a folder here and set TIKTOKEN"):
         prepare_fineweb.read_ranks("http://127.0.0.1:9/some/encoder.json")
     assert time.monotonic() - start < 10
 
@@ -1009,7 +1013,8 @@ def test_segments_encode_like_the_whole(pattern, tmp_path, monkeypatch):
     (tmp_path / "tokenizer.json").write_text(json.dumps(saved | dict(pat_str=pat_str)))
     encoding = prepare_fineweb.get_encoding(str(tmp_path / "tokenizer.json"))
     monkeypatch.setattr(prepare_fineweb, "SEGMENT_CHARS", (7, 60))
-    rng, alphabet = np.random.default_rng(0), list("the  \n\t.'é1a,☃\r\xa0\x1c") + ["the ", "  the", "'s ", "!\n", " \n "]
+    rng = np.random.default_rng(0)
+    alphabet = [*"the  \n\t.'é1a,☃\r\xa0\x1c", "the ", "  the", "'s ", "!\n", " \n "]
     for _ in range(300):
         text = "".join(rng.choice(alphabet, 200)) + " x y" * 5
         parts = list(prepare_fineweb.segments(text))
@@ -1026,7 +1031,7 @@ def write_tokenizer(folder):
 
 def test_endless_lines_and_runs_of_one_character_do_not_stall(tmp_path):
     ranks = write_ranks(tmp_path / "mine.tiktoken")
-    texts = ["before", "^" * 10**6, "a" * 2 * 10**6, " " * 10**6 + "x", "word " * 10**6, "<|endoftext|>" * 1000, "after"]
+    texts = ["before", "^" * 10**6, "a" * 2 * 10**6, " " * 10**6 + "x", "word " * 10**6, "<|endoftext|>" * 1000, "end"]
     start = time.monotonic()
     meta = prepare(write_corpus(tmp_path, ".jsonl", texts), tmp_path / "out", f"--tokenizer={ranks}", *TRAIN_ONLY)
     assert time.monotonic() - start < 30
@@ -1123,7 +1128,8 @@ def test_a_dataset_of_the_hub(tmp_path):
     # the cache serves a second preparation: nothing is downloaded twice
     prepare_from_hub(*args[:3], f"--out={tmp_path / 'second'}", "--discard")
     assert [command for command, path in hub.requests[done:] if "resolve" in path and command == "GET"] == []
-    assert (tmp_path / "second/set_train_000000.bin").read_bytes() == (tmp_path / "out/set_train_000000.bin").read_bytes()
+    for name in ("set_train_000000.bin", "set_val_000000.bin"):
+        assert (tmp_path / "second" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
     assert "has no configuration 'eleven' (it has: default, ten)" in prepare_from_hub(
         hub.address, tmp_path / "home", "--config=eleven", f"--out={tmp_path / 'x'}").stderr
 
@@ -1142,7 +1148,7 @@ def test_a_download_that_fails_for_good_can_be_continued(tmp_path):
     args = tmp_path / "home", f"--out={tmp_path / 'out'}"
     hub = Hub(files, {}, {"1.jsonl": ["fail"] * 100})
     result = prepare_from_hub(hub.address, *args)
-    assert result.returncode == 1 and "cannot download 1.jsonl" in result.stderr and "continues" in result.stderr
+    assert result.returncode == 1 and "cannot download 1.jsonl" in result.stderr and "goes on" in result.stderr
     assert not (tmp_path / "out/meta.json").exists()
     assert prepare_from_hub(Hub(files, {}).address, *args).returncode == 0
     meta = json.loads((tmp_path / "out/meta.json").read_text())
@@ -1180,7 +1186,7 @@ def test_a_full_disk_leaves_whole_files_and_one_line(data, tmp_path):
                f"--out={tmp_path / 'out'}", "--holdout=10", "--shard_tokens=30000", "--workers=1"]
     result = subprocess.run(command, capture_output=True, text=True,
                             preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000)))
-    assert result.returncode == 1 and "File too large" in result.stderr and "continues" in result.stderr
+    assert result.returncode == 1 and "File too large" in result.stderr and "goes on" in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
     subprocess.run(command, check=True, capture_output=True)
     for path in data.glob("*.bin"):
@@ -1205,8 +1211,9 @@ print(resident() - before)"""
 
 PAPER_SHAPES = {  # config -> the paper's vocabulary, parameters in millions (spread: what the paper leaves to guess)
     "mhar_100m": (151_936, 115.55, 0.01), "mhar_350m": (151_936, 533.12, 0.01), "mhar_1b": (151_936, 1079.31, 0.01),
-    "delta_220m": (151_936, 220.52, 0.01), "delta_1044m": (151_936, 1043.92, 0.01), "delta_7.6b": (151_936, 7568.41, 0.01),
-    "delta_qwen3_0.6b": (151_936, 596.05, 0.01), "rd_120m": (33_000, 119.89, 0.01), "rd_343m": (33_000, 343.15, 0.01)}
+    "delta_220m": (151_936, 220.52, 0.01), "delta_1044m": (151_936, 1043.92, 0.01),
+    "delta_7.6b": (151_936, 7568.41, 0.01), "delta_qwen3_0.6b": (151_936, 596.05, 0.01),
+    "rd_120m": (33_000, 119.89, 0.01), "rd_343m": (33_000, 343.15, 0.01)}
 
 
 def test_configurations_have_the_papers_shapes():
@@ -1476,9 +1483,12 @@ def test_eval_command_line(data, tmp_path, capsys):
     evaluation.main([str(tmp_path / "a"), "--prompt=", "--tokens=3"])
     for args, message in ((["nothing"], "does not exist"), ([str(data)], "holds no checkpoint"),
                           ([str(tmp_path / "a"), "--data_dir=/nonexistent"], "no data in /nonexistent"),
-                          ([str(data / "meta.json")], "not a usable checkpoint")):
-        with pytest.raises(SystemExit, match=message):
+                          ([str(data / "meta.json")], "not a usable checkpoint"),
+                          ([str(tmp_path / "a"), "--top_k=3"], "no effect without --prompt"),
+                          ([str(tmp_path / "a"), "--prompt=x", "--batch=3"], "no effect with --prompt")):
+        with pytest.raises(SystemExit):
             evaluation.main(args)
+        assert message in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ Batch k is a function of (seed, k) alone: runs of one seed see the same data on 
 run goes on exactly where it stopped.
 """
 import csv
-import fcntl
 import inspect
 import json
 import math
@@ -26,10 +25,13 @@ import subprocess
 import sys
 import time
 import tomllib
+import zipfile
 import zlib
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
+from datetime import timedelta
 from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +40,7 @@ import torch.distributed as dist
 
 import prepare_fineweb
 from model import GPT, GPTConfig, require, require_choice
-from prepare_fineweb import UserError, check_crc, read_header, read_meta
+from prepare_fineweb import UserError, check_shards, file_crc, first_line, lock_folder, read_header, read_meta
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Configuration
@@ -52,7 +54,7 @@ class TrainConfig:
     seed: int = 1  # of the initial weights and of the order of the data
     device: str = "auto"  # auto | cpu | cuda | mps
     dtype: str = "auto"  # compute dtype: auto | float32 | bfloat16 | float64 (float64 is for tests)
-    compile: str = "auto"  # torch.compile: auto (on CUDA devices) | on | off
+    compile: str = "auto"  # torch.compile: auto (on CUDA) | on | off; compiled runs on a CPU are not bit-reproducible
     resume: bool = False  # go on from last.pt in the run folder; starts fresh when there is none
     micro_batch: int = 8  # sequences per process in one forward pass; lower it when memory runs out
     tokens_per_step: int = 524_288  # tokens per optimizer step, over all processes and accumulated micro-batches
@@ -90,7 +92,17 @@ class TrainConfig:
                               ("dtype", ("auto", "float32", "bfloat16", "float64")), ("schedule", ("cosine", "wsd")),
                               ("tracker", ("none", "tensorboard", "wandb"))):
             require_choice(name, getattr(self, name), choices)
-        self.milestones()
+        require(self.seed < 2**62, f"seed={self.seed}: must be below 2^62")
+        require(self.schedule == "wsd" or not self.decay_steps, f"decay_steps={self.decay_steps} has no effect in "
+                f"schedule={self.schedule}: remove it, or use schedule=wsd")
+        require(self.tracker == "none" or find_spec(self.tracker), f"tracker={self.tracker} needs a package that is "
+                f"not installed: pip install {self.tracker}")
+        try:
+            how = shlex.split(self.prepare)
+        except ValueError as e:
+            raise ValueError(f"prepare={self.prepare}: {e}") from None
+        require(not any(a.startswith("--out") for a in how), "prepare: the shards go to data_dir, give no --out")
+        require(all(m > 0 for m in self.milestones()), f"eval_at_tokens={self.eval_at_tokens}: must be positive")
 
     def milestones(self):
         try:
@@ -138,8 +150,8 @@ def load_config(argv):
         try:
             with open(path, "rb") as f:
                 content = tomllib.load(f)
-        except (OSError, ValueError) as e:
-            raise UserError(f"cannot read {path}: {e}") from None
+        except (OSError, ValueError, RecursionError) as e:
+            raise UserError(f"cannot read {path}: {first_line(e)}") from None
         values |= {key: parse_value(path, key, value) for key, value in content.items()}
         stem = Path(path).stem
     values |= flags
@@ -170,12 +182,14 @@ def parse_value(place, key, value, from_text=None):
             value = kind(value)
         elif kind is float and type(value) is int:
             value = float(value)
-        if type(value) is kind and (kind is not float or math.isfinite(value)):
+        fits = {int: lambda v: abs(v) < 2**62, float: math.isfinite, bool: lambda v: True,
+                str: lambda v: "\0" not in v and v.encode() is not None}  # encode() raises on what is no UTF-8
+        if type(value) is kind and fits[kind](value):
             return value
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, OverflowError):
         pass
-    what = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}[kind]
-    raise UserError(f"{place}: {key}={value!r} must be {what}")
+    what = {int: "a whole number", float: "a number", bool: "true or false", str: "a string of valid UTF-8"}[kind]
+    raise UserError(f"{place}: {key}={str(value)[:100]!r} must be {what}")
 
 
 def to_toml(*configs):
@@ -202,26 +216,21 @@ class Tokens:
         self.seq_len, self.vocab_size, self.maps = seq_len, vocab_size, {}
         folder, meta = Path(data_dir), read_meta(data_dir)
         if meta:
-            self.paths = [folder / s["file"] for s in meta["splits"][split]["shards"]]
-            missing = [p for p in self.paths if not p.exists()]
-            if missing:
-                raise UserError(f"{missing[0]} is missing, though meta.json names it; prepare the data again")
-        else:
-            self.paths = sorted(folder.glob(f"*_{split}_*.bin"))
+            if meta["vocab_size"] > vocab_size:
+                raise UserError(f"{folder} has a vocabulary of {meta['vocab_size']}, more than vocab_size={vocab_size}")
+            shards = meta["splits"][split]["shards"]
+            self.paths = [folder / s["file"] for s in shards]
+        else:  # shards of other origin: the last word of the three in a name decides
+            self.paths = sorted(p for p in folder.glob("*.bin")
+                                if re.findall("_(train|val|test)(?=_)", p.name)[-1:] == [split])
         if not self.paths:
             without = "; train without val with --eval_every=0" if split == "val" else ""
             raise UserError(f"{folder} holds no {split} shards (*_{split}_*.bin): prepare them with python "
                             f"prepare_fineweb.py --source=... --out={folder}{without}")
-        headers = [read_header(p) for p in self.paths]
-        self.dtypes = [dtype for _, dtype in headers]
-        counts = [n for n, _ in headers]
-        if meta and counts != [s["tokens"] for s in meta["splits"][split]["shards"]]:
-            raise UserError(f"{folder}: the {split} shards are not those of meta.json; prepare the data again")
-        size = sum(p.stat().st_size for p in self.paths)
-        self.checked = meta is not None and size <= CHECK_BYTES
-        if self.checked:
-            for path, s in zip(self.paths, meta["splits"][split]["shards"]):
-                check_crc(path, s["crc32"])
+        counts, self.dtypes = zip(*map(read_header, self.paths))
+        self.checked = meta is not None and sum(p.stat().st_size for p in self.paths) <= CHECK_BYTES
+        if meta:
+            check_shards(folder, shards, contents=self.checked)
         self.starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
         self.total = int(self.starts[-1])
         self.windows = (self.total - 1) // seq_len
@@ -243,7 +252,7 @@ class Tokens:
 
     def map(self, shard):
         if shard not in self.maps:
-            if len(self.maps) >= 64:
+            if len(self.maps) >= 16:
                 self.maps.clear()  # maps count as resident memory and as open files
             self.maps[shard] = np.memmap(self.paths[shard], self.dtypes[shard], "r", prepare_fineweb.HEADER_BYTES)
         return self.maps[shard]
@@ -287,11 +296,15 @@ def permute(index, n, seed):
 # Device and processes
 
 
+def launched():
+    """Whether torchrun started this process; single variables that a shell left behind do not count."""
+    names = "TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
+    return all(name in os.environ for name in names)
+
+
 def choose_device(requested):
     """(device, reason) for this process."""
-    local_rank, local_world = (int(os.environ.get(k, d)) for k, d in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)))
-    if not dist.is_torchelastic_launched():
-        local_rank, local_world = 0, 1
+    local_rank, local_world = (launched() and int(os.environ[k]) for k in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     kind, reason = requested, "as asked"
     if requested == "auto":
         kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
@@ -387,32 +400,43 @@ def save_checkpoint(folder, name, content):
             f.flush()
             os.fsync(f.fileno())
         os.replace(aside, path)
-    except (OSError, RuntimeError) as e:
+    except (OSError, RuntimeError) as e:  # torch hides the system's reason behind a RuntimeError
+        reason = (e if isinstance(e, OSError) else e.__context__ or e)
+        free = shutil.disk_usage(folder).free / 2**20
         aside.unlink(missing_ok=True)
         kept = "; the one saved before is kept" if path.exists() else ""
-        raise UserError(f"cannot write {path} ({str(e).splitlines()[0]}){kept}") from None
+        raise UserError(f"cannot write {path} ({first_line(reason)}; its disk has {free:,.0f} MB free){kept}") from None
 
 
 def load_checkpoint(path):
     """Checkpoint on the host, as tensors and plain types only; raises UserError if the file cannot be used."""
     try:
+        with zipfile.ZipFile(path) as z:
+            if z.testzip():
+                raise ValueError(f"{z.testzip()} in it does not match its checksum")
         content = torch.load(path, map_location="cpu", weights_only=True)
-        config = {k: v for k, v in content["config"].items() if k in SCHEMA}
-        content["cfg"] = GPTConfig(**{f.name: config[f.name] for f in fields(GPTConfig) if f.name in config})
+        for key, kind in dict(config=dict, data=dict, model=dict, step=int, tokens=int, best=float,
+                              rng=torch.Tensor).items():
+            value = content[key]
+            if not isinstance(value, kind) or isinstance(value, bool) or (kind is int and value < 0):
+                raise ValueError(f"{key} is {str(value)[:50]!r}")
+        config = {k: parse_value("config", k, v) for k, v in content["config"].items()}
+        content["cfg"] = GPTConfig(**{f.name: config[f.name] for f in fields(GPTConfig)})
         # names may carry the prefixes of wrappers when the file was written by other code
         content["model"] = {k.replace("_orig_mod.", "").removeprefix("module."): v for k, v in content["model"].items()}
+        if not all(v.isfinite().all() for v in content["model"].values()):
+            raise ValueError("its weights are not finite")
         return content
     except FileNotFoundError:
         raise UserError(f"{path} does not exist") from None
     except Exception as e:  # a damaged file can raise anything
-        reason = str(e).strip().splitlines()[0][:200] if str(e).strip() else type(e).__name__
-        raise UserError(f"{path} is not a usable checkpoint ({reason})") from None
+        raise UserError(f"{path} is not a usable checkpoint ({first_line(e)})") from None
 
 
 def load_weights(model, content, path):
     try:
         model.load_state_dict(content["model"])
-    except RuntimeError as e:
+    except (RuntimeError, AttributeError) as e:
         raise UserError(f"{path} does not fit the model: {' '.join(str(e).split())[:300]}") from None
 
 
@@ -424,21 +448,20 @@ def train(cfg, t):
     device, why_device = choose_device(t.device)
     dtype, why_dtype = choose_dtype(t.dtype, device)
     rank, world = start_processes(device)
-    say = print if rank == 0 else lambda *_, **__: None
+    say = tell if rank == 0 else lambda _: None
     accumulate = check_batch(cfg, t, world)
     sequences = accumulate * world * t.micro_batch  # per step
-    cfg, data, val, about_data = open_data(cfg, t, rank)
+    on_first_rank(prepare_data, t)
+    cfg, data, val, about_data = open_data(cfg, t)
 
     torch.manual_seed(t.seed)
     model = GPT(cfg)  # made on the host, so that a seed gives the same weights on every device
     model = model.to(device, torch.float64 if dtype == torch.float64 else None)
     optimizer = make_optimizer(model, t, device)
-    if rank == 0:
-        lock_run_folder(t)
-    barrier()
+    on_first_rank(lock_run_folder, t)
     start, best = resume(cfg, t, model, optimizer, about_data, say) if t.resume else (0, math.inf)
-    if rank == 0 and start < t.max_steps:
-        describe_run(cfg, t)
+    if start < t.max_steps:
+        on_first_rank(describe_run, cfg, t)
     compiled = compile_model(model, t.compile, device, say)
     introduce(cfg, t, model, data, world, accumulate, say)
     say(f"device: {device} ({why_device}); dtype: {str(dtype)[6:]} ({why_dtype}); compile: {compiled}")
@@ -455,7 +478,7 @@ def train(cfg, t):
 
     def checkpoint(done, best):
         return dict(config=asdict(cfg) | asdict(t), data=about_data, step=done, tokens=done * t.tokens_per_step,
-                    best=best, rng=torch.get_rng_state(), model=model.state_dict())
+                    best=best, rng=torch.get_rng_state(), model=dict(model.state_dict()))
 
     for step in range(start, t.max_steps):
         began = time.perf_counter()
@@ -492,24 +515,33 @@ def train(cfg, t):
         if signalled and done < t.max_steps:
             config = shlex.quote(f"{t.out_dir}/config.toml")
             say(f"stopped by a signal after step {done}, all is saved; go on with: train.py {config} --resume=true")
-            barrier()
             sys.exit(128 + (stop.number or signal.SIGTERM))
     found = f", best val loss {best:.4f}" if best < math.inf else ""
     say(f"done: {t.max_steps} steps{found}; evaluate with: python eval.py {shlex.quote(t.out_dir)}")
 
 
 def start_processes(device):
-    """(rank, number of processes). torchrun's own flag decides: variables that a shell left behind do not count."""
-    if not dist.is_torchelastic_launched():
+    """(rank, number of processes)"""
+    if not launched():
         return 0, 1
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     return dist.get_rank(), dist.get_world_size()
 
 
-def barrier():
-    if dist.is_initialized():
-        dist.barrier()
+def on_first_rank(function, *args):
+    """Run on rank 0 while the others wait, for hours if need be; its UserError is raised on all."""
+    if not dist.is_initialized():
+        return function(*args)
+    error, group = [""], dist.new_group(backend="gloo", timeout=timedelta(days=7))
+    if dist.get_rank() == 0:
+        try:
+            function(*args)
+        except UserError as e:
+            error = [str(e)]
+    dist.broadcast_object_list(error, group=group)
+    if error[0]:
+        raise UserError(error[0])
 
 
 def check_batch(cfg, t, world):
@@ -524,24 +556,29 @@ def check_batch(cfg, t, world):
     return t.tokens_per_step // unit
 
 
-def open_data(cfg, t, rank):
+def prepare_data(t):
+    """Make the data folder, or complete a half prepared one, if the configuration says how."""
+    folder = Path(t.data_dir)
+    half = (folder / "progress.json").exists() or not any(folder.glob("*.bin"))
+    if t.prepare and half and not (folder / "meta.json").exists():
+        print(f"preparing {folder}: prepare_fineweb.py {t.prepare}", flush=True)
+        try:
+            prepare_fineweb.prepare(prepare_fineweb.parse_args([*shlex.split(t.prepare), f"--out={folder}"]))
+        except OSError as e:
+            raise UserError(f"{e.filename or folder}: {e.strerror or e}") from None
+
+
+def open_data(cfg, t):
     """(cfg with the vocabulary, train split, val split or None, what identifies the data)."""
-    if rank == 0 and t.prepare and not Path(t.data_dir).exists():
-        print(f"preparing {t.data_dir}: prepare_fineweb.py {t.prepare}")
-        prepare_fineweb.main([*shlex.split(t.prepare), f"--out={t.data_dir}"])
-    barrier()
     meta = read_meta(t.data_dir)
     if not (meta or cfg.vocab_size):
         raise UserError(f"{t.data_dir} has no meta.json that tells the vocabulary: give --vocab_size")
-    vocab = meta["vocab_size"] if meta else cfg.vocab_size
-    if vocab > (cfg.vocab_size or vocab):
-        raise UserError(f"the data in {t.data_dir} has a vocabulary of {vocab}, more than vocab_size={cfg.vocab_size}")
-    cfg = replace(cfg, vocab_size=cfg.vocab_size or vocab)
+    cfg = replace(cfg, vocab_size=cfg.vocab_size or meta["vocab_size"])
     data = Tokens(t.data_dir, "train", cfg.seq_len, cfg.vocab_size)
     val = Tokens(t.data_dir, "val", cfg.seq_len, cfg.vocab_size) if t.eval_every or t.eval_at_tokens else None
-    shards = meta["splits"]["train"]["shards"] if meta else []
+    seen = meta["splits"]["train"]["shards"] if meta else [(p.name, file_crc(p, 2**20)) for p in data.paths]
     return cfg, data, val, dict(tokenizer=meta["tokenizer"] if meta else "", train_tokens=data.total,
-                                train_crc32=zlib.crc32(json.dumps(shards).encode()))
+                                train_crc32=zlib.crc32(json.dumps(seen).encode()))
 
 
 def make_optimizer(model, t, device):
@@ -552,7 +589,7 @@ def make_optimizer(model, t, device):
     return torch.optim.AdamW(groups, t.lr, (t.beta1, t.beta2), t.adam_eps, fused=device.type in ("cpu", "cuda"))
 
 
-folder_lock = None  # open as long as this process trains, so that no other writes to the same run folder
+folder_lock = None  # open as long as this process trains
 
 
 def lock_run_folder(t):
@@ -560,14 +597,10 @@ def lock_run_folder(t):
     global folder_lock
     out = Path(t.out_dir)
     try:
-        out.mkdir(parents=True, exist_ok=True)
         folder_lock = None  # of an earlier run in this process
-        folder_lock = open(out / "lock", "w", encoding="utf-8")
-        fcntl.flock(folder_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not t.resume and any((out / name).exists() for name in ("config.toml", "log.csv", "last.pt")):
+        folder_lock = lock_folder(out, "training in")
+        if not t.resume and any(os.path.lexists(out / name) for name in ("config.toml", "log.csv", "last.pt")):
             raise UserError(f"{out} holds a run already: go on with it (--resume=true) or choose another --out_dir")
-    except BlockingIOError:
-        raise UserError(f"another process is training in {out}: wait for it or choose another --out_dir") from None
     except OSError as e:
         raise UserError(f"cannot write to the run folder {out} ({e.strerror or e}): choose another --out_dir") from None
 
@@ -580,11 +613,14 @@ def describe_run(cfg, t):
             f.write(to_toml(cfg, t))
         os.replace(out / "config.tmp", out / "config.toml")
         (out / "source").mkdir(exist_ok=True)
-        for path in here.glob("*.py"):
+        for path in (p for p in here.glob("*.py") if p.is_file() and here != (out / "source").resolve()):
             shutil.copy(path, out / "source")
-        git = subprocess.run(["git", "-C", here, "describe", "--always", "--dirty"], capture_output=True, text=True)
+        commit = "unknown"
+        if shutil.which("git"):
+            command = ["git", "-C", here, "describe", "--always", "--dirty"]
+            commit = subprocess.run(command, capture_output=True, text=True).stdout.strip() or commit
         with open(out / "environment.txt", "a", encoding="utf-8") as f:
-            f.write(f"command: {shlex.join(sys.argv)}\ncommit: {git.stdout.strip() or 'unknown'}\n"
+            f.write(f"command: {shlex.join(sys.argv)}\ncommit: {commit}\n"
                     f"python: {sys.version}\ntorch: {torch.__version__}\n"
                     f"machine: {platform.platform()}, {os.cpu_count()} cores\n\n")
     except OSError as e:
@@ -594,7 +630,7 @@ def describe_run(cfg, t):
 def resume(cfg, t, model, optimizer, about_data, say):
     """Load last.pt into model and optimizer; returns (steps done, best val loss), (0, inf) if there is none yet."""
     path = Path(t.out_dir) / "last.pt"
-    if not path.exists():
+    if not os.path.lexists(path):
         say(f"nothing to resume in {t.out_dir}: starting fresh")
         return 0, math.inf
     saved = load_checkpoint(path)
@@ -609,8 +645,17 @@ def resume(cfg, t, model, optimizer, about_data, say):
     if saved["data"] != about_data:
         raise UserError(f"the data in {t.data_dir} is not what {path} was trained on: choose another --out_dir")
     load_weights(model, saved, path)
-    optimizer.load_state_dict(saved["optimizer"])
-    torch.set_rng_state(saved["rng"])
+    options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    try:
+        optimizer.load_state_dict(saved["optimizer"])
+        for p in (p for g in optimizer.param_groups for p in g["params"]):
+            if not all(optimizer.state[p][name].shape == p.shape for name in ("exp_avg", "exp_avg_sq")):
+                raise ValueError("state of another shape")
+        torch.set_rng_state(saved["rng"])
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as e:
+        raise UserError(f"{path}: its optimizer state does not fit the model ({first_line(e)})") from None
+    for group, option in zip(optimizer.param_groups, options):
+        group.update(option)  # the settings of this start, not those that were saved
     changed.pop("resume", None)
     news = f"; changed: {', '.join(changed.values())}" if changed else ""
     rate = f"; next learning rate {t.lr_at(saved['step']):.1e}" if saved["step"] < t.max_steps else ""
@@ -639,11 +684,11 @@ def evaluation_due(t, done):
 
 
 class StopSignal:
-    """Ctrl-C and SIGTERM end the run after the step at hand; a second Ctrl-C at once."""
+    """Ctrl-C, SIGTERM and a closed terminal end the run after the step at hand; a second Ctrl-C at once."""
 
     def __init__(self):
         self.number = 0
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self.handle)
 
     def handle(self, number, _):
@@ -651,7 +696,7 @@ class StopSignal:
             os._exit(128 + number)  # files are replaced at once, so none is damaged
         # torchrun passes Ctrl-C on as SIGTERM: that is not a second wish
         self.number = self.number or number
-        print(f"\nsignal {number}: stopping after this step (Ctrl-C again stops at once)", flush=True)
+        tell(f"\nsignal {number}: stopping after this step (Ctrl-C again stops at once)")
 
 
 class Log:
@@ -665,7 +710,7 @@ class Log:
         try:
             rows = []
             if start and self.path.exists():  # rows behind the checkpoint are made again
-                with open(self.path, encoding="utf-8", newline="") as f:
+                with open(self.path, encoding="utf-8", errors="replace", newline="") as f:
                     rows = [r for r in csv.reader(f) if len(r) == len(self.columns) and r[0].isdigit()]
                 rows = [r for r in rows if int(r[0]) <= start]
             with open(self.path.with_suffix(".tmp"), "w", encoding="utf-8", newline="") as f:
@@ -688,21 +733,27 @@ class Log:
             except OSError as e:
                 raise UserError(f"cannot write {self.path} ({e.strerror or e})") from None
             val = "" if val_loss is None else f" val:{val_loss:.4f}"
-            self.line(f"step:{done}/{t.max_steps} loss:{loss:.4f}{val} lr:{lr:.1e} norm:{norm:.2f} ms:{ms:.0f} "
-                      f"tok/s:{short(speed)} mem:{values[8] / 1024:.1f}G left:{self.left(done)}")
+            tell("\r\033[K" * self.status +
+                 f"step:{done}/{t.max_steps} loss:{loss:.4f}{val} lr:{lr:.1e} norm:{norm:.2f} ms:{ms:.0f} "
+                 f"tok/s:{short(speed)} mem:{values[8] / 1024:.1f}G left:{self.left(done)}")
             self.track({k: v for k, v in zip(self.columns[2:9], values[2:9]) if v != ""}, done)
             self.steps, self.seconds = 0, 0.0
         if self.status:
             bar = "#" * (30 * done // t.max_steps)
             end = "" if done < t.max_steps else "\n"
-            print(f"\r[{bar:30}] {done}/{t.max_steps}, {self.left(done)} left\033[K", end=end, flush=True)
-
-    def line(self, text):
-        print(f"\r{text}\033[K" if self.status else text, flush=True)
+            tell(f"\r[{bar:30}] {done}/{t.max_steps}, {self.left(done)} left\033[K", end)
 
     def left(self, done):
         seconds = (time.monotonic() - self.begin) / (done - self.start) * (self.t.max_steps - done)
         return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02d}:{int(seconds) % 60:02d}"
+
+
+def tell(text, end="\n"):
+    """Print; a closed pipe or a full disk behind stdout must not end the run."""
+    try:
+        print(text, end=end, flush=True)
+    except OSError:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")
 
 
 def short(n):
@@ -722,39 +773,57 @@ def memory_mb(device):
 
 def open_tracker(t):
     """A function (values, step) that passes a log row on to the experiment tracker."""
-    if t.tracker == "none":
-        return lambda values, step: None
-    try:
-        if t.tracker == "tensorboard":
-            from torch.utils.tensorboard import SummaryWriter
-            writer = SummaryWriter(t.out_dir)
-            return lambda values, step: [writer.add_scalar(k, v, step) for k, v in values.items()]
+    if t.tracker == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter
+        writer = SummaryWriter(t.out_dir)
+        return lambda values, step: [writer.add_scalar(k, v, step) for k, v in values.items()]
+    if t.tracker == "wandb":
         import wandb
-    except ImportError as e:
-        raise UserError(f"tracker={t.tracker} needs a package that is missing ({e}): pip install {t.tracker}") from None
-    run = wandb.init(project="nanodepth", name=Path(t.out_dir).name, config=asdict(t))
-    return lambda values, step: run.log(values, step=step)
+        run = wandb.init(project="nanodepth", name=Path(t.out_dir).name, config=asdict(t))
+        return lambda values, step: run.log(values, step=step)
+    return lambda values, step: None
+
+
+def guard(name, function, *args):
+    """Run a script's main function: whatever a user can mend ends with one line, and processes end without noise."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # the terminal need not know every character
+    code, error = 0, None
+    try:
+        function(*args)
+    except UserError as e:
+        error = str(e)
+    except (torch.OutOfMemoryError, MemoryError):
+        error = "out of memory: lower the batch (--micro_batch in train.py, --batch in eval.py), or use --remat=true"
+    except OSError as e:
+        error = f"{e.filename or 'system'}: {e.strerror or e}"
+    except KeyboardInterrupt:
+        error = "interrupted"
+    except SystemExit as e:
+        code = e.code
+    except RuntimeError as e:
+        if "can't allocate memory" in str(e):
+            error = f"out of memory ({first_line(e)[-80:]}): lower the batch or the size of the model"
+        elif dist.is_initialized() and ("gloo" in str(e) or isinstance(e, dist.DistBackendError)):
+            error = f"another process of this run has stopped, so this one stops too ({first_line(e)[:80]})"
+        else:
+            raise
+    rank = int(os.environ["RANK"]) if launched() else 0
+    if error:
+        code = 1
+        if rank:  # most errors are those of all ranks: the first says it, and torchrun ends the others
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(5)
+        print(f"{name}: {f'rank {rank}: ' if rank else ''}{error}", file=sys.stderr)
+    if dist.is_initialized():
+        sys.stdout.flush()
+        os._exit(code)  # the threads of gloo can abort a process that ends in the ordinary way
+    if code:
+        sys.exit(code)
 
 
 def main(argv=None):
-    try:
-        train(*load_config(sys.argv[1:] if argv is None else argv))
-    except UserError as e:
-        fail(e)
-    except KeyboardInterrupt:
-        sys.exit("train.py: interrupted before the first step")
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-def fail(error):
-    """Exit with one line. Most errors are those of all ranks: the first says it, and torchrun ends the others."""
-    rank = int(os.environ["RANK"]) if dist.is_torchelastic_launched() else 0
-    if rank:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(5)
-    sys.exit(f"{Path(sys.argv[0]).name}: {f'rank {rank}: ' if rank else ''}{error}")
+    guard("train.py", lambda: train(*load_config(sys.argv[1:] if argv is None else argv)))
 
 
 if __name__ == "__main__":
