@@ -803,7 +803,7 @@ def guard(name, function, *args):
         code = e.code
     except RuntimeError as e:
         if "can't allocate memory" in str(e):
-            error = f"out of memory ({first_line(e)[-80:]}): lower the batch or the size of the model"
+            error = f"out of memory ({first_line(e)}): lower the batch or the size of the model"
         elif dist.is_initialized() and ("gloo" in str(e) or isinstance(e, dist.DistBackendError)):
             error = f"another process of this run has stopped, so this one stops too ({first_line(e)[:80]})"
         else:
