@@ -3,6 +3,7 @@
     python eval.py runs/tiny-standard-seed1                           exact loss on val
     python eval.py runs/tiny-standard-seed1 --split=test --json       the same on test, for programs
     python eval.py runs/tiny-standard-seed1 --prompt="def main("      sample
+    python eval.py runs/tiny-attnres-seed1 --routing                  where each site reads: tables and figures
     torchrun --standalone --nproc_per_node=8 eval.py runs/...         on several processes: the same numbers
 
 The loss is the mean negative log-likelihood over the whole split in nats per token: every token but the first is
@@ -12,11 +13,12 @@ import argparse
 import json
 import math
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
-from model import GPT
+from model import GPT, AttnRes, depth_logits, span
 from prepare_fineweb import UserError, get_encoding
 from train import (Tokens, autocast, choose_device, choose_dtype, evaluate, guard, load_checkpoint, load_weights,
                    read_meta, start_processes)
@@ -32,6 +34,9 @@ def parse_args(argv):
     p.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
     p.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float64"))
     p.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    p.add_argument("--routing", action="store_true", help="report the routing weights instead of the loss")
+    p.add_argument("--windows", type=int, help="windows of seq_len tokens that --routing looks at (default 32)")
+    p.add_argument("--figures", help="folder for the figures of --routing (default: routing/ in the run folder)")
     p.add_argument("--prompt", help="write a continuation of this text instead of evaluating")
     p.add_argument("--tokens", type=int, help="tokens to write (default 200)")
     p.add_argument("--samples", type=int, help="continuations to write (default 1)")
@@ -39,17 +44,22 @@ def parse_args(argv):
     p.add_argument("--top_k", type=int, help="sample among the k likeliest tokens; 0: among all (default)")
     p.add_argument("--seed", type=int, help="of the samples (default 1)")
     args = p.parse_args(argv)
-    measuring = {"split": "val", "batch": 8}
-    sampling = {"tokens": 200, "samples": 1, "temperature": 0.8, "top_k": 0, "seed": 1}
-    unused, why = (sampling, "without") if args.prompt is None else (measuring, "with")
-    for name, default in (measuring | sampling).items():
-        value = getattr(args, name)
-        if value is None:
-            setattr(args, name, default)
-        elif name in unused:
-            p.error(f"--{name} has no effect {why} --prompt")
-        elif name != "split" and not (1 if name in ("batch", "tokens", "samples") else 0) <= value < 2**62:
-            p.error(f"--{name}={value}: out of range")
+    # which flags belong to which of the three tasks, with their defaults
+    tasks = {"without --prompt": {"split": "val", "batch": 8}, "with --routing": {"windows": 32, "figures": ""},
+             "with --prompt": {"tokens": 200, "samples": 1, "temperature": 0.8, "top_k": 0, "seed": 1}}
+    from_zero = "temperature", "top_k", "seed"
+    active = ["with --prompt"] if args.prompt is not None else ["without --prompt"] + ["with --routing"] * args.routing
+    if args.routing and args.prompt is not None:
+        p.error("--routing has no effect with --prompt")
+    for task, flags in tasks.items():
+        for name, default in flags.items():
+            value = getattr(args, name)
+            if value is None:
+                setattr(args, name, default)
+            elif task not in active:
+                p.error(f"--{name} has an effect only {task}")
+            elif not isinstance(value, str) and not (0 if name in from_zero else 1) <= value < 2**62:
+                p.error(f"--{name}={value}: out of range")
     return args
 
 
@@ -106,6 +116,8 @@ def run(args):
         if rank == 0:
             print(json.dumps(texts) if args.json else "\n---\n".join(texts))
         return
+    if args.routing:
+        return report_routing(args, model, saved, device, dtype)
     result = measure(args, model, saved, device, dtype, rank, world)
     if rank == 0 and args.json:
         print(json.dumps(result))
@@ -117,6 +129,247 @@ def run(args):
 
 def main(argv=None):
     guard("eval.py", run, parse_args(argv))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Routing: where the sites read
+
+
+def entropy(p, dim=0):
+    """In nats, over one axis of probabilities."""
+    return -(p * p.clamp_min(1e-30).log()).sum(dim)
+
+
+def js(p, q):
+    """Jensen-Shannon divergence over the first axis, in nats: 0 for equal distributions, ln 2 for disjoint ones."""
+    return entropy((p + q) / 2) - (entropy(p) + entropy(q)) / 2
+
+
+def random_like(q, generator):
+    """A random query of the norm of a trained one: the null of the comparisons."""
+    r = torch.randn(q.shape, generator=generator, dtype=torch.float64).to(q)
+    return r * (q.norm() / r.norm())
+
+
+def measure_routing(model, rows, batch, device, dtype):
+    """Statistics of all routes on windows of tokens (n, seq_len + 1), averaged over tokens; definitions in README."""
+    res, generator, sums = model.residual, torch.Generator().manual_seed(0), {}
+
+    def add(route, **values):
+        mine = sums.setdefault(route, {})
+        for name, value in values.items():
+            mine[name] = mine.get(name, 0) + value.double() * len(idx) / len(rows)
+
+    def look(site, state):
+        routes = {r: w.double() for r, w in res.depth_weights(site, state).items()}
+        for route, w in routes.items():
+            add(route, weights=w.mean((1, 2, 3)), max=w.amax(0).mean(), entropy=entropy(w).mean(),
+                heads=(entropy(w.mean(-1)) - entropy(w).mean(-1)).mean())
+        if f"{site}_v" in routes:
+            nulls = [res.query[r] for r in routes]
+            weights = [model_depth_weights(res, random_like(q, generator), state) for q in nulls]
+            add(str(site), roles=js(*routes.values()).mean(), roles_null=js(*weights).mean())
+        if type(res) is AttnRes and res.route_heads == 1 and routes and model.cfg.n_embd % 4 == 0:
+            q = res.query[str(site)]
+            for name, query in (("probe", q), ("probe_null", random_like(q, generator))):
+                z = depth_logits(query.view(4, -1), state, res.eps).double()  # the four slices' logits add up
+                part, whole = z.softmax(0), z.sum(-1, keepdim=True).softmax(0)
+                kl = (part * (part.clamp_min(1e-30).log() - whole.clamp_min(1e-30).log())).sum(0)
+                add(str(site), **{name: kl.mean()})
+    for idx in torch.from_numpy(rows[:, :-1]).split(batch):
+        with torch.no_grad(), autocast(device, dtype):
+            model.trunk(idx.to(device), look=look)
+    out = []
+    for route, s in sums.items():
+        site, names = int(route.split("_")[0]), res.source_names(int(route.split("_")[0]))
+        n, weights = len(names), s.pop("weights")
+        row = dict(site=site, route=route, place=site_name(model, site), sources=names, weights=weights.tolist(),
+                   **{k: v.item() for k, v in s.items()})
+        row["entropy_share"], row["usage"] = row["entropy"] / math.log(n), math.exp(entropy(weights)) / n
+        out.append(row)
+    return out
+
+
+def model_depth_weights(res, query, keys):
+    return depth_logits(query.view(res.route_heads, -1), keys, res.eps).double().softmax(0)
+
+
+def site_name(model, site):
+    return "head" if site == len(model.sublayers) else span(site, site)
+
+
+def linear_cka(x, y):
+    """Similarity of two representations (tokens, D), 0 to 1; free of rotations and of scale (1905.00414)."""
+    x, y = x - x.mean(0), y - y.mean(0)
+    return ((y.T @ x).square().sum() / ((x.T @ x).norm() * (y.T @ y).norm())).item()
+
+
+def measure_histories(model, rows, batch, device, dtype):
+    """Dual modes: linear CKA between the entries of both histories, and the rescue gain of each by site.
+
+    Rescue gain: at one site both reads are exchanged between the sequences of a batch, then read j is put back.
+    R_j = (loss without either - loss with j) / (loss without either - clean loss); 1: read j alone is enough.
+    """
+    res, last, idx = model.residual, [], torch.from_numpy(rows[:max(2, batch)]).to(device)
+    with torch.no_grad(), autocast(device, dtype):
+        model.trunk(idx[:, :-1], look=lambda site, state: last.append(state))
+    first, second = ([t.flatten(0, 1).double() for t in h] for h in res.histories(last[-1]))
+    cka = [[linear_cka(x, y) for y in second] for x in first]
+    retrieve, rescue = res.retrieve, []
+
+    def loss(site, keep):
+        def corrupted(s, state):
+            return [h if s != site or j in keep else h.roll(1, 0) for j, h in enumerate(retrieve(s, state))]
+        res.retrieve = corrupted
+        with torch.no_grad(), autocast(device, dtype):
+            return model(idx[:, :-1], idx[:, 1:])[1].item()
+    clean = loss(-1, ())
+    for site in range(1, len(model.sublayers) + 1):
+        none = loss(site, ())
+        damage = none - clean
+        gain = [(none - loss(site, (j,))) / damage for j in (0, 1)] if damage > 0.01 else None  # else noise
+        rescue.append(dict(site=site, place=site_name(model, site), damage=damage, rescue=gain))
+    res.retrieve = retrieve
+    return dict(cka=cka, cka_off_diagonal=mean(c for i, r in enumerate(cka) for j, c in enumerate(r) if i != j),
+                entries=res.source_names(len(model.sublayers)), rescue=rescue)
+
+
+def mean(values):
+    values = list(values)
+    return sum(values) / len(values) if values else 0.0
+
+
+def report_routing(args, model, saved, device, dtype):
+    """Print the routing statistics and, where matplotlib is installed, draw them."""
+    if not hasattr(model.residual, "query"):
+        raise UserError(f"residual_mode={model.cfg.residual_mode} has no routes to report")
+    data = Tokens(args.data_dir or saved["config"]["data_dir"], args.split, model.cfg.seq_len, model.cfg.vocab_size)
+    rows = data.rows(range(min(args.windows, data.windows)))
+    routes = measure_routing(model, rows, args.batch, device, dtype)
+    result = dict(run=args.run, mode=model.cfg.residual_mode, step=saved["step"], tokens=rows[:, 1:].size,
+                  routes=routes)
+    roles = [r["roles"] for r in routes if "roles" in r]
+    if roles:  # a site with a single source cannot tell roles apart: reported with and without
+        result["roles"] = dict(js=mean(roles), js_all_layers=sum(roles) / model.cfg.n_layer, null=mean(
+            r["roles_null"] for r in routes if "roles" in r), js_share=mean(roles) / math.log(2))
+    if any("probe" in r for r in routes):
+        result["probe"] = {k: mean(r[k] for r in routes) for k in ("probe", "probe_null", "entropy")}
+    if hasattr(model.residual, "histories"):
+        result |= measure_histories(model, rows, args.batch, device, dtype)
+    if args.json:
+        print(json.dumps(result))
+    else:
+        print_routing(result)
+    folder = Path(args.figures or (Path(args.run) if Path(args.run).is_dir() else Path(args.run).parent) / "routing")
+    say = (lambda text: None) if args.json else print
+    if find_spec("matplotlib") is None:
+        return say("no figures: pip install matplotlib")
+    folder.mkdir(parents=True, exist_ok=True)
+    draw_routing(result, folder)
+    return say(f"figures: {', '.join(sorted(p.name for p in folder.glob('*.png')))} in {folder}")
+
+
+def print_routing(result):
+    columns = [c for c in ("max", "entropy", "entropy_share", "usage", "heads", "roles", "probe", "probe_null")
+               if any(abs(r.get(c, 0)) > 1e-12 for r in result["routes"])]
+    print(f"{result['run']} ({result['mode']}, step {result['step']}), {result['tokens']:,} tokens\n")
+    print(f"{'site':>8} {'route':>6} {'sources':>7}  " + "  ".join(f"{c.replace('_', ' '):>13}" for c in columns)
+          + "  largest sources")
+    for r in result["routes"]:
+        top = sorted(zip(r["weights"], r["sources"]), reverse=True)[:3]
+        print(f"{r['place']:>8} {r['route']:>6} {len(r['sources']):>7}  "
+              + "  ".join(f"{r[c]:13.4f}" if c in r else " " * 13 for c in columns)
+              + "  " + ", ".join(f"{name} {w:.2f}" for w, name in top))
+    if "roles" in result:
+        r = result["roles"]
+        print(f"\nroles: Jensen-Shannon divergence {r['js']:.4f} nats ({r['js_share']:.4f} of ln 2), random queries "
+              f"{r['null']:.4f}; with single-source sites counted as 0: {r['js_all_layers']:.4f}")
+    if "probe" in result:
+        r = result["probe"]
+        print(f"\nprobe: the quarters of a query disagree with the whole by {r['probe']:.4f} nats (random queries "
+              f"{r['probe_null']:.4f}); entropy of the whole {r['entropy']:.4f}")
+    if "cka" in result:
+        print(f"\nlinear CKA between the histories, off the diagonal: {result['cka_off_diagonal']:.4f}")
+        for r in result["rescue"]:
+            gain = "by history 0: {:6.3f}, 1: {:6.3f}".format(*r["rescue"]) if r["rescue"] else "n/a, too little damage"
+            print(f"{r['place']:>8}  damage {r['damage']:8.4f} nats  rescue {gain}")
+
+
+def draw_routing(result, folder):
+    import matplotlib
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+    routes, title = result["routes"], f"{result['mode']}, step {result['step']}"
+    kinds = {}  # role or history -> its routes
+    for r in routes:
+        suffix = r["route"].partition("_")[2]
+        kinds.setdefault({"": "", "v": "values", "0": "history 0", "1": "history 1"}[suffix], []).append(r)
+    names = max((r["sources"] for r in reversed(routes)), key=len)
+    largest = max(w for r in routes for w in r["weights"])
+
+    def save(figure, name):
+        figure.tight_layout()
+        figure.savefig(folder / name, dpi=110)
+        plt.close(figure)
+
+    width = 2.5 + 0.32 * len(names)
+    fig, axes = plt.subplots(1, len(kinds), figsize=(width * len(kinds) + 0.8, 1.6 + 0.24 * len(routes) / len(kinds)),
+                             squeeze=False)
+    for ax, (kind, mine) in zip(axes[0], kinds.items()):
+        table = [r["weights"] + [math.nan] * (len(names) - len(r["weights"])) for r in mine]
+        image = ax.imshow(table, cmap="viridis", vmin=0, vmax=largest, aspect="auto")
+        ax.set_xticks(range(len(names)), names, rotation=90, fontsize=8)
+        ax.set_yticks(range(len(mine)), [r["place"] for r in mine], fontsize=8)
+        ax.set_xlabel("source")
+        ax.set_ylabel("site that reads")
+        ax.set_title(f"{title}{': ' if kind else ''}{kind}", fontsize=10)
+    fig.colorbar(image, ax=axes[0][-1], label="mean weight")
+    save(fig, "weights.png")
+
+    fig, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6))
+    for kind, mine in kinds.items():
+        for parity, name in ((0, "attention and head"), (1, "MLP")):
+            part = [r for r in mine if r["site"] % 2 == parity]
+            label = f"{kind}{', ' if kind else ''}{name}"
+            if part:
+                left.plot([r["site"] for r in part], [r["max"] for r in part], "o-", ms=3, label=label)
+                right.plot([r["site"] for r in part], [r["entropy_share"] for r in part], "o-", ms=3, label=label)
+    sites = sorted({(r["site"], len(r["sources"])) for r in routes})
+    left.plot([s for s, _ in sites], [1 / n for _, n in sites], "k:", lw=1, label="equal weights")
+    left.set(xlabel="site (sublayer that reads)", ylabel="largest weight, mean over tokens", ylim=(0, 1), title=title)
+    right.set(xlabel="site (sublayer that reads)", ylabel="entropy / ln(number of sources)", ylim=(0, 1.05),
+              title=title)
+    left.legend(fontsize=7)
+    save(fig, "depth.png")
+
+    for key, null, label, name in (("roles", "roles_null", "divergence of QK and V routes (nats)", "roles.png"),
+                                   ("probe", "probe_null", "disagreement of a query's quarters (nats)", "probe.png"),
+                                   ("heads", None, "disagreement of depth heads (nats)", "heads.png")):
+        part = [r for r in routes if r.get(key, 0) > 1e-12]
+        if part:
+            fig, ax = plt.subplots(figsize=(5.5, 3.4))
+            ax.plot([r["site"] for r in part], [r[key] for r in part], "o-", ms=3, label="trained queries")
+            if null:
+                ax.plot([r["site"] for r in part], [r[null] for r in part], "o--", ms=3, label="random queries")
+            ax.set(xlabel="site (sublayer that reads)", ylabel=label, ylim=(0, None), title=title)
+            ax.legend(fontsize=8)
+            save(fig, name)
+    if "cka" in result:
+        fig, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2))
+        image = left.imshow(result["cka"], cmap="magma", vmin=0, vmax=1)
+        entries = result["entries"]
+        left.set_xticks(range(len(entries)), entries, rotation=90, fontsize=8)
+        left.set_yticks(range(len(entries)), entries, fontsize=8)
+        left.set(xlabel="entry of history 1", ylabel="entry of history 0", title=f"{title}: linear CKA")
+        fig.colorbar(image, ax=left)
+        harmed = [r for r in result["rescue"] if r["rescue"]]
+        for j in (0, 1):
+            gains = [r["rescue"][j] for r in harmed]
+            right.plot([r["site"] for r in harmed], gains, "o", label=f"history {j} put back")
+        right.axhline(1, color="k", lw=0.8, ls=":")
+        right.set(xlabel="site where both reads are corrupted", ylabel="share of the loss that is rescued", title=title)
+        right.legend(fontsize=8)
+        save(fig, "histories.png")
 
 
 if __name__ == "__main__":

@@ -46,6 +46,11 @@ class GPTConfig:
     residual_mode: str = "standard"  # how information travels through depth
     depth_block: int = 0  # sublayers per depth block; 0 = whole layers, about eight depth blocks
     route_heads: int = 0  # depth heads per route; 0 = the mode's own number
+    rd_control: str = "none"  # rd: none | tied | average | frozen_v
+    dar_routing: str = "reciprocal"  # dar: reciprocal | self_kv | cross_v | fixed_kv | sep_v
+    delta_sources: str = "true"  # delta_block: true | released (the recursion of the released code)
+    n_streams: int = 4  # hc, mhc: number of residual streams
+    dynamic_gates: bool = False  # hc, dar: gates depend on the token too
     route_impl: str = "auto"  # who computes the routing: auto | reference | fused
     remat: bool = False  # recompute sublayers in the backward pass instead of keeping their activations
     rope_theta: float = 10000.0  # base of the rotary frequencies
@@ -68,7 +73,8 @@ class GPTConfig:
                 f"n_kv_head={self.n_kv_head}")
         require(self.head_dim % 2 == 0, f"head_dim={self.head_dim}: rotary positions need an even number")
         require_choice("residual_mode", self.residual_mode, RESIDUAL_MODES)
-        require_choice("route_impl", self.route_impl, ("auto", "reference", "fused"))
+        for name, choices in CHOICES.items():
+            require_choice(name, getattr(self, name), choices)
         require(self.route_impl != "fused", "route_impl=fused: there is no fused routing yet, use auto or reference")
         for knob in KNOBS:
             users = [name for name, mode in RESIDUAL_MODES.items() if knob in mode.knobs]
@@ -87,7 +93,11 @@ class GPTConfig:
 
 
 # Residual knobs with their defaults. Set away from it in a mode that ignores it, a knob is an error.
-KNOBS = {f.name: f.default for f in fields(GPTConfig) if f.name in ("depth_block", "route_heads")}
+KNOBS = {f.name: f.default for f in fields(GPTConfig) if f.name in (
+    "depth_block", "route_heads", "rd_control", "dar_routing", "delta_sources", "n_streams", "dynamic_gates")}
+CHOICES = {"route_impl": ("auto", "reference", "fused"), "rd_control": ("none", "tied", "average", "frozen_v"),
+           "dar_routing": ("reciprocal", "self_kv", "cross_v", "fixed_kv", "sep_v"),
+           "delta_sources": ("true", "released")}
 # What 0 means where the mode does not say: 2 ceil(2L/8/2) sublayers, so 12 layers 4, 24: 6, 36: 10; one depth head.
 DERIVED = {"depth_block": lambda cfg: 2 * math.ceil(cfg.n_layer / 8), "route_heads": 1}
 
@@ -118,6 +128,11 @@ def rms_norm(x, eps):
     return F.rms_norm(x, (x.shape[-1],), eps=eps)
 
 
+def mean_of_squares(x):
+    """(..., D) -> (..., 1) in at least fp32, without a temporary of x's size."""
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=at_least_fp32(x.dtype)).square() / x.shape[-1]
+
+
 def scaled_linear(x, gain, weight):
     """(x * gain) @ weight.T, with the gain multiplied into whichever of the two is smaller."""
     return F.linear(x * gain, weight) if x.numel() < weight.numel() else F.linear(x, weight * gain)
@@ -137,7 +152,7 @@ def rotate(x, rope):
 
 
 def depth_mix(query, values, keys=None, eps=1e-6):
-    """Attention over depth, the one primitive of all routed modes (Attention Residuals, 2603.15031, section 3).
+    """Attention over depth, the one primitive of all routed modes (Attention Residuals, arXiv 2603.15031, section 3).
 
         z_s = <query_g, key_s,g> / rms(key_s)     logits; the RMS is over the full width, then heads are sliced
         out_g = sum_s softmax_s(z)_s value_s,g    values enter as they are, without a norm and without a scale
@@ -148,29 +163,46 @@ def depth_mix(query, values, keys=None, eps=1e-6):
 
     Sources are never stacked: per pair of site and source nothing wider than (B, T, G) is kept for the backward pass.
     """
-    query = query.view(-1, query.shape[-1])
-    heads = query.shape  # (G, D/G)
-    weights = depth_weights(query, values if keys is None else keys, eps)
-    out = 0
+    return depth_sum(depth_logits(query, values if keys is None else keys, eps).softmax(0), values)
+
+
+def depth_logits(query, keys, eps):
+    """Logits of one route: query (D,) or (G, D/G), keys S x (B, T, D) -> (S, B, T, G)."""
+    query, logits = query.view(-1, query.shape[-1]), []
+    for key in keys:
+        dot = (key.unflatten(-1, query.shape) * query).sum(-1)  # not a matmul: autocast would run it in bf16
+        logits.append(dot * torch.rsqrt(mean_of_squares(key) + eps))
+    return torch.stack(logits)
+
+
+def depth_sum(weights, values):
+    """sum_s weights[s] values[s]: weights S x (B, T, G), or (G,) for all tokens, values S x (B, T, D) -> (B, T, D)."""
+    out = None
     for w, value in zip(weights, values):
-        out = out + w.unsqueeze(-1) * value.unflatten(-1, heads)  # (B, T, G, D/G)
+        part = w.unsqueeze(-1) * value.unflatten(-1, (w.shape[-1], -1))  # (B, T, G, D/G) in at least fp32
+        out = part if out is None else out + part
     return out.flatten(-2).to(values[0].dtype)
 
 
-def depth_weights(query, keys, eps):
-    """Softmax over sources of one route: query (G, D/G), keys S x (B, T, D) -> (S, B, T, G)."""
-    exact = at_least_fp32(keys[0].dtype)
-    logits = []
-    for key in keys:
-        mean_square = torch.linalg.vector_norm(key, dim=-1, keepdim=True, dtype=exact).square() / key.shape[-1]
-        dot = (key.unflatten(-1, query.shape) * query).sum(-1)  # not a matmul: autocast would run it in bf16
-        logits.append(dot * torch.rsqrt(mean_square + eps))
-    return torch.stack(logits).softmax(0)
+def exact_linear(x, weight):
+    """F.linear in at least fp32, also under autocast: for gates and connections."""
+    with torch.autocast(x.device.type, enabled=False):
+        return F.linear(x.to(weight.dtype), weight)
+
+
+def span(first, last):
+    """Name of a sum of sublayer outputs: `attn 3`, `layer 3`, `layers 3-4`, `attn 3 - attn 5`."""
+    names = [f"{('attn', 'mlp')[s % 2]} {s // 2 + 1}" for s in (first, last)]
+    if first == last:
+        return names[0]
+    if first % 2 or not last % 2:
+        return " - ".join(names)
+    return f"layer {last // 2 + 1}" if last == first + 1 else f"layers {first // 2 + 1}-{last // 2 + 1}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Residuals. `read` is pure and `write` never modifies the old state; both may branch on the site, never on values.
-# A parameter exists only where it can act: no query for a site with a single source. All start at exactly zero.
+# A parameter exists only where it can act: no query for a site with a single source. They start at zero unless said.
 
 
 class Residual(nn.Module):
@@ -178,7 +210,7 @@ class Residual(nn.Module):
 
     def __init__(self, cfg):
         super().__init__()
-        self.eps, self.n_site = cfg.norm_eps, 2 * cfg.n_layer
+        self.eps, self.n_sublayer = cfg.norm_eps, 2 * cfg.n_layer
 
     def start(self, e):
         """Embedding (B, T, D) -> state, in the compute dtype, so that streams and sources have it in every mode."""
@@ -186,43 +218,67 @@ class Residual(nn.Module):
         return (e.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else e,)
 
     def read(self, site, state):
-        """Normalised, gain-free input of a sublayer as a pair: for queries and keys, for values (else the first)."""
+        """Normalised gain-free input of a sublayer: (for queries and keys, for values); MLP and head take the first."""
         x = rms_norm(state[0], self.eps)
         return x, x
 
     def write(self, site, state, y):
+        """The state after sublayer `site` has returned y (B, T, D)."""
         return (state[0] + y,)
 
     def init_weights(self):
+        """No random numbers here: modes of one seed share all other weights."""
         for p in self.parameters():
             nn.init.zeros_(p)
 
+    def depth_weights(self, site, state):
+        """Routing weights for people to look at: {route: (S, B, T, G)}, sources in the order of `source_names`."""
+        return {}
+
 
 class AttnRes(Residual):
-    """Attention Residuals (2603.15031, sections 3 and 4): a site reads a softmax-weighted sum of its sources.
+    """Attention Residuals (2603.15031, sections 3 and 4); multi-head (2607.27230) when route_heads > 1.
 
-    State: (e, closed depth blocks ..., open one); depth blocks of one sublayer give the full form. The stream is
-    replaced: nothing but the sources survives. The head reads through a route too.
+    A site reads a softmax-weighted sum of its sources. State: (e, closed depth blocks ..., open one); depth blocks of
+    one sublayer are the full form. The stream is replaced: only the sources survive. The head has a route of its own.
+    To change the weights, override `weights`; to change what zero queries read, `scale`.
     """
 
     def __init__(self, cfg):
         super().__init__(cfg)
         self.depth_block, self.route_heads = cfg.knob("depth_block"), cfg.knob("route_heads")
-        self.query = nn.ParameterDict({str(site): nn.Parameter(torch.empty(cfg.n_embd))
-                                       for site in range(self.n_site + 1) if self.n_sources(site) > 1})
+        self.query = nn.ParameterDict({route: nn.Parameter(torch.empty(cfg.n_embd)) for route in self.routes(cfg)})
 
-    def n_sources(self, site):
-        return 1 + math.ceil(site / self.depth_block)
+    def routes(self, cfg):
+        """Names of the queries: the sites where there is a choice."""
+        return [str(site) for site in range(self.n_sublayer + 1) if len(self.source_names(site)) > 1]
 
-    def mix(self, site, sources):
-        """The route of a site: S tensors (B, T, D) -> (B, T, D)."""
-        if len(sources) == 1:
-            return sources[0]
-        return depth_mix(self.query[str(site)].view(self.route_heads, -1), sources, eps=self.eps)
+    def source_names(self, site):
+        """What a site may read: the embedding, and depth blocks by their first and last sublayer."""
+        return ["e", *(span(a, min(a + self.depth_block, site) - 1) for a in range(0, site, self.depth_block))]
+
+    def sources(self, site, state):
+        """The tensors of the state that a site may read."""
+        return state
+
+    def weights(self, route, keys):
+        """Softmax over the sources: (S, B, T, G)."""
+        return depth_logits(self.query[route].view(self.route_heads, -1), keys, self.eps).softmax(0)
+
+    def mix(self, route, sources):
+        """S tensors (B, T, D) -> (B, T, D)."""
+        return sources[0] if len(sources) == 1 else depth_sum(self.weights(route, sources), sources)
+
+    def scale(self, n_sources):
+        """What a zero query reads, in units of the standard stream x: the sources sum to x, so their mean is x / S."""
+        return 1 / n_sources
+
+    def normalise(self, h, n_sources):
+        return rms_norm(h, self.eps * self.scale(n_sources) ** 2)  # so that zero queries are `standard`, exactly
 
     def read(self, site, state):
-        # The sources sum to the standard stream x, so a zero query reads x/S; with eps/S^2 its norm is exactly x's.
-        x = rms_norm(self.mix(site, state), self.eps / len(state) ** 2)
+        sources = self.sources(site, state)
+        x = self.normalise(self.mix(str(site), sources), len(sources))
         return x, x
 
     def write(self, site, state, y):
@@ -230,27 +286,395 @@ class AttnRes(Residual):
             return (*state, y)  # opens a depth block; the one before is closed by no longer being the last
         return (*state[:-1], state[-1] + y)
 
+    def depth_weights(self, site, state):
+        routes = [route for route in self.query if route.split("_")[0] == str(site)]
+        return {route: self.weights(route, self.sources(site, state)) for route in routes}
+
+
+class Cumulative(AttnRes):
+    """`attnres_cumulative`: the sources are the running sums x_0 .. x_s, the baseline of the delta paper (2605.18855).
+
+    State: (x_0 .. x_s). Sources overlap, so that zero queries read mostly early sums: this is not the standard start.
+    """
+
+    def source_names(self, site):
+        return [f"x{s}" for s in range(site + 1)]
+
+    def scale(self, n_sources):
+        return 1
+
+    def write(self, site, state, y):
+        return (*state, state[-1] + y)
+
+
+class Delta(AttnRes):
+    """Delta Attention Residuals (2605.18855): the stream stays, a read of the sources is added to it, not written back.
+
+    h = x + mix(sources), x <- x + y. State: (x, e, outputs ...). The head reads x.
+    """
+
+    def source_names(self, site):
+        return super().source_names(site) if site < self.n_sublayer else []
+
+    def start(self, e):
+        return super().start(e) * 2
+
+    def sources(self, site, state):
+        return state[1:]
+
+    def scale(self, n_sources):
+        return 1 + 1 / n_sources
+
+    def add(self, site, x, m):
+        return x + m
+
+    def read(self, site, state):
+        if site == self.n_sublayer:
+            return super(AttnRes, self).read(site, state)
+        sources = self.sources(site, state)
+        x = self.normalise(self.add(site, state[0], self.mix(str(site), sources)), len(sources))
+        return x, x
+
+    def write(self, site, state, y):
+        return (state[0] + y, *super().write(site, state[1:], y))
+
+
+class DeltaBlock(Delta):
+    """`delta_block` (2605.18855): sources are e and what finished depth blocks have added to the stream.
+
+    A depth block becomes visible only after the read that follows it, as in the released code: the newest entry of the
+    state is never a source. Zero queries add a stale mean to x: this is not the standard start. delta_sources=released:
+    the recursion of the released code, where source k also holds source k-2.
+    """
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.released = cfg.knob("delta_sources") == "released"
+
+    def source_names(self, site):
+        names = super().source_names(site)
+        return names[:-1] or names
+
+    def sources(self, site, state):
+        return state[1:-1] or state[1:]
+
+    def write(self, site, state, y):
+        if self.released and site % self.depth_block == 0 and len(state) > 2:
+            return (state[0] + y, *state[1:], y + state[-2])
+        return super().write(site, state, y)
+
+
+class GatedDelta(DeltaBlock):
+    """`mhar_delta` (2607.27230, conversion of pretrained models): h = x + gate * mix([null, sources]), one gate a site.
+
+    Gates start at zero, so that a converted model is its base to the last bit; queries and nulls move after the gates.
+    """
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        sites = [str(site) for site in range(self.n_sublayer)]
+        self.null = nn.ParameterDict({site: nn.Parameter(torch.empty(cfg.n_embd)) for site in sites})
+        self.gate = nn.ParameterDict({site: nn.Parameter(torch.empty(1)) for site in sites})
+
+    def source_names(self, site):
+        return ["null", *super().source_names(site)] if site < self.n_sublayer else []
+
+    def sources(self, site, state):
+        return (self.null[str(site)].to(state[0].dtype).expand_as(state[0]), *super().sources(site, state))
+
+    def scale(self, n_sources):
+        return 1
+
+    def add(self, site, x, m):
+        return (x + self.gate[str(site)] * m).to(x.dtype)
+
+
+class RoleDecoupled(AttnRes):
+    """Role-Decoupled Attention Residuals (2608.01075): attention has one route for queries and keys, one for values.
+
+    Both share sources, keys and pre-norm; MLP and head have one route. rd_control: `tied` uses the first route for both
+    roles, `average` feeds the mean of both reads to both, `frozen_v` reads the plain mean for values.
+    """
+
+    def __init__(self, cfg):
+        self.control = cfg.knob("rd_control")
+        super().__init__(cfg)
+
+    def routes(self, cfg):
+        second = [f"{r}_v" for r in super().routes(cfg) if int(r) % 2 == 0 and int(r) < self.n_sublayer]
+        return super().routes(cfg) + (second if self.control in ("none", "average") else [])
+
+    def init_weights(self):
+        super().init_weights()
+        if self.control == "average":
+            separate(self.query, "_v")
+
+    def read(self, site, state):
+        c = len(state)
+        if c == 1 or site % 2 or site == self.n_sublayer or self.control == "tied":
+            return super().read(site, state)
+        h_qk = self.mix(str(site), state)
+        if self.control == "frozen_v":
+            h_v = depth_sum(torch.full((c, 1), 1 / c, dtype=at_least_fp32(h_qk.dtype), device=h_qk.device), state)
+        else:
+            h_v = self.mix(f"{site}_v", state)
+        if self.control == "average":
+            x = self.normalise((h_qk + h_v) / 2, c)
+            return x, x
+        return self.normalise(h_qk, c), self.normalise(h_v, c)
+
+
+def separate(query, suffix):
+    """A small fixed start for the second of two routes that would stay equal for ever if both started at zero."""
+    for route, q in query.items():
+        if route.endswith(suffix):
+            q.copy_(0.02 * torch.arange(len(q)).cos())
+
+
+class Dual(AttnRes):
+    """Dual Attention Residuals (2607.18730): two histories; each is read with keys made of the other.
+
+        h_j = sum_r softmax_r(<q_j, norm(H^(1-j)_r)>) H^j_r      h = a_0 h_0 + a_1 h_1, a = softmax of two logits
+        P_j <- rho P_j + (1 - rho) P_(1-j) + b_j y               the open depth block; at its first sublayer b_j y
+
+    State: both histories one after the other, each (e, closed depth blocks ..., open one). The paper's code is not
+    public. Our choices: queries zero, a logits zero, rho starts at 0.98, and the write weights b (sum 2) start at
+    1.1 and 0.9, the other way round at MLPs, for equal ones would keep both histories equal for ever. dar_routing names
+    the ablations: self_kv, cross_v, fixed_kv (keys of history 0, values of 1; starts elsewhere), and sep_v, with one
+    more linear map of the mix, shared by all sites. dynamic_gates adds <norm(context), u> to the logits of a, b and
+    rho, u = 0 at the start; the context is the read h_j for a, the output y for b and rho.
+    """
+    KEYS_VALUES = {"reciprocal": ((1, 0), (0, 1)), "sep_v": ((1, 0), (0, 1)), "self_kv": ((0, 1), (0, 1)),
+                   "cross_v": ((0, 1), (1, 0)), "fixed_kv": ((0, 0), (1, 1))}
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        require(self.depth_block > 1, "depth_block=1: both histories would be multiples of each other, and dar_routing "
+                "without effect; use 2 or more")
+        self.keys, self.values = self.KEYS_VALUES[cfg.knob("dar_routing")]
+        S, sites = self.depth_block, range(self.n_sublayer)
+        sizes = {f"a{s}": 2 for s in range(1, self.n_sublayer + 1)} | {f"b{s}": 2 for s in sites}
+        sizes |= {f"rho{s}": 1 for s in sites if s % S}
+        self.gate = nn.ParameterDict({name: nn.Parameter(torch.empty(n)) for name, n in sizes.items()})
+        if cfg.knob("dynamic_gates"):
+            self.u = nn.ParameterDict({name: nn.Parameter(torch.empty(n, cfg.n_embd)) for name, n in sizes.items()})
+        if cfg.knob("dar_routing") == "sep_v":
+            self.sep_v = nn.Parameter(torch.empty(cfg.n_embd, cfg.n_embd))
+
+    def routes(self, cfg):
+        return [f"{route}_{j}" for route in super().routes(cfg) for j in (0, 1)]
+
+    def init_weights(self):
+        super().init_weights()
+        for name, logit in self.gate.items():
+            if name.startswith("b"):
+                sign = 1 if int(name[1:]) % 2 == 0 else -1
+                logit.copy_(sign * math.log(1.1 / 0.9) * torch.tensor([1.0, -1.0]))  # b = 2 sigmoid(logit)
+            elif name.startswith("rho"):
+                logit.fill_(4.0)
+        if self.keys[0] == self.keys[1]:
+            separate(self.query, "_1")
+
+    def gates(self, name, context):
+        """Logits of k gates: (k, 1, 1, 1), or (k, B, T, 1) when dynamic; context: k tensors (B, T, D)."""
+        logit = self.gate[name].view(-1, 1, 1, 1)
+        if hasattr(self, "u"):
+            moved = [exact_linear(rms_norm(x, self.eps), u[None]) for x, u in zip(context, self.u[name])]
+            logit = logit + torch.stack(moved)
+        return logit
+
+    def start(self, e):
+        return super().start(e) * 2
+
+    def histories(self, state):
+        return state[:len(state) // 2], state[len(state) // 2:]
+
+    def retrieve(self, site, state):
+        """The reads h_0 and h_1."""
+        H, out = self.histories(state), []
+        for j in (0, 1):
+            w = self.weights(f"{site}_{j}", H[self.keys[j]])
+            out.append(depth_sum(w, H[self.values[j]]))
+        return [h + F.linear(h, self.sep_v) for h in out] if hasattr(self, "sep_v") else out
+
+    def read(self, site, state):
+        if len(state) == 2:
+            return super(AttnRes, self).read(site, state)
+        h = self.retrieve(site, state)
+        x = self.normalise(depth_sum(self.gates(f"a{site}", h).softmax(0), h), len(state) // 2)
+        return x, x
+
+    def write(self, site, state, y):
+        (*H0, P0), (*H1, P1) = self.histories(state)
+        b = 2 * self.gates(f"b{site}", (y, y)).sigmoid()
+        if site % self.depth_block == 0:
+            return (*H0, P0, depth_sum(b[:1], [y]), *H1, P1, depth_sum(b[1:], [y]))
+        rho = self.gates(f"rho{site}", (y,))[0].sigmoid()
+        P0, P1 = (depth_sum([keep, 1 - keep, b[j]], [P0, P1, y]) for j, keep in ((0, rho), (1, 1 - rho)))
+        return (*H0, P0, *H1, P1)
+
+    def depth_weights(self, site, state):
+        H = self.histories(state)
+        return {f"{site}_{j}": self.weights(f"{site}_{j}", H[self.keys[j]]) for j in (0, 1) if len(state) > 2}
+
+
+class HyperConnections(Residual):
+    """`hc`: Hyper-Connections (2409.19606). n streams H_j: x = sum_j A_j H_j, then H_i <- sum_j R_ji H_j + b_i y.
+
+    State: the streams, all e at the start; the head reads their mean. Starts: A one-hot at stream s mod n, R the
+    identity, b one: `standard`. dynamic_gates: + factor * tanh(norm(H_j) W) on A_j, R_j and b_j, W = 0, factor = 0.01.
+    """
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        n = self.n_streams = cfg.knob("n_streams")
+        require(n > 1, f"n_streams={n}: needs at least 2")
+        self.bias, self.w, self.factor = nn.ParameterDict(), nn.ParameterDict(), nn.ParameterDict()
+        for site in range(self.n_sublayer):
+            for name, shape, w_shape in self.parts(site, n, cfg):
+                self.bias[f"{name}{site}"] = nn.Parameter(torch.empty(shape))
+                if w_shape:
+                    self.w[f"{name}{site}"] = nn.Parameter(torch.empty(*w_shape, cfg.n_embd))
+                    self.factor[f"{name}{site}"] = nn.Parameter(torch.empty(1))
+
+    def parts(self, site, n, cfg):
+        """(name, shape, shape of its W but for D). No A at site 0: equal streams would only be scaled."""
+        parts = [("A", (n,), (1,)), ("R", (n, n), (n,)), ("b", (n,), (1,))][not site:]
+        return parts if cfg.knob("dynamic_gates") else [(name, shape, None) for name, shape, _ in parts]
+
+    def init_weights(self):
+        super().init_weights()
+        for name, p in self.bias.items():
+            one = torch.eye(len(p), device=p.device)
+            p.copy_({"A": one[int(name[1:]) % len(p)], "R": one, "b": torch.ones_like(one[0])}[name[0]])
+        for p in self.factor.values():
+            p.fill_(0.01)
+
+    def connect(self, name, state):
+        """A or b as (n, B, T, 1), R as (n, B, T, n) from stream j (first axis) to i; B = T = 1 when static."""
+        value = self.bias[name].view(len(state), 1, 1, -1)
+        if name in self.w:
+            moved = [exact_linear(rms_norm(H, self.eps), self.w[name]).tanh() for H in state]
+            value = value + self.factor[name] * torch.stack(moved)
+        return value
+
+    def start(self, e):
+        return super().start(e) * self.n_streams
+
+    def read(self, site, state):
+        if site == 0:
+            return super().read(site, state)
+        n = len(state)
+        mean = torch.full((n, 1), 1 / n, dtype=at_least_fp32(state[0].dtype), device=state[0].device)
+        x = self.normalise(site, depth_sum(mean if site == self.n_sublayer else self.connect(f"A{site}", state), state))
+        return x, x
+
+    def normalise(self, site, x):
+        return rms_norm(x, self.eps)
+
+    def write(self, site, state, y):
+        R, b = self.connect(f"R{site}", state), self.connect(f"b{site}", state)
+        return tuple(depth_sum([*R[..., i:i + 1], b[i]], (*state, y)) for i in range(len(state)))
+
+
+class ManifoldHyperConnections(HyperConnections):
+    """`mhc`: manifold-constrained Hyper-Connections (2512.24880): always dynamic, R doubly stochastic.
+
+        c = norm(all streams as one vector)      A = sigmoid(a c W_A + bias)      b = 2 sigmoid(a c W_b + bias)
+        R = Sinkhorn(a c W_R + bias), 20 iterations; for two streams in closed form
+
+    Starts: W = 0, a = 0.01; biases of A +1 at stream s mod n and -1 elsewhere, of R 4 I, of b 0: still `standard`, but
+    the streams separate. The mean that the head reads cannot see the last R: there is none.
+    """
+
+    def parts(self, site, n, cfg):
+        parts = [("A", (n,), (n, n)), ("R", (n, n), (n * n, n)), ("b", (n,), (n, n))]
+        return [p for p in parts if p[0] == "b" or (site and (p[0] == "A" or site < self.n_sublayer - 1))]
+
+    def init_weights(self):
+        super().init_weights()
+        for name, p in self.bias.items():
+            p.mul_({"A": 2, "R": 4, "b": 0}[name[0]]).sub_(1 if name[0] == "A" else 0)
+
+    def connect(self, name, state):
+        n = len(state)
+        if name not in self.bias:  # R where it cannot act
+            return torch.eye(n, device=state[0].device).view(n, 1, 1, n)
+        mean_square = sum(mean_of_squares(H) for H in state) / n
+        dot = sum(exact_linear(H, self.w[name][:, j]) for j, H in enumerate(state))
+        logits = self.factor[name] * torch.rsqrt(mean_square + self.eps) * dot + self.bias[name].flatten()
+        if name[0] == "R":
+            return doubly_stochastic(logits.unflatten(-1, (n, n))).movedim(-1, 0)
+        return ((1 if name[0] == "A" else 2) * logits.sigmoid()).unsqueeze(-1).movedim(-2, 0)
+
+    def normalise(self, site, x):
+        # at the start A sums to k, so that x is k times the standard stream
+        k = 1 if site == self.n_sublayer else sum(1 / (1 + math.exp(-b)) for b in [1] + [-1] * (self.n_streams - 1))
+        return rms_norm(x, self.eps * k**2)
+
+
+def doubly_stochastic(logits):
+    """(..., n, n) -> positive matrices whose rows and columns sum to one, by Sinkhorn's iteration on exp(logits)."""
+    if logits.shape[-1] == 2:
+        rho = ((logits[..., 0, 0] + logits[..., 1, 1] - logits[..., 0, 1] - logits[..., 1, 0]) / 2).sigmoid()
+        return torch.stack([rho, 1 - rho, 1 - rho, rho], dim=-1).unflatten(-1, (2, 2))
+    m = (logits - logits.amax((-2, -1), keepdim=True)).exp()
+    for _ in range(20):
+        m = m / m.sum(-1, keepdim=True)
+        m = m / m.sum(-2, keepdim=True)
+    return m
+
 
 class Mode(NamedTuple):
     """One row of RESIDUAL_MODES. The command line, the README's table and the tests are derived from it."""
     cls: type  # the residual's class
     knobs: tuple = ()  # the KNOBS that a user may set in this mode
-    sets: dict = {}  # values (or functions of the configuration) of knobs that are at their default
+    sets: dict = {}  # knobs that have another value here while they are at their default; may be functions of cfg
     reads: str = ""  # what a site reads, before its norm
     stores: str = ""  # tensors of width D alive at the end of the model
-    added: str = "0"  # added parameters
+    added: str = "0"  # added parameters, in L, D, N = depth blocks, S = sublayers in each, n = streams
     paper: str = ""
+    exact_start: bool = True  # whether it starts as the standard model
 
 
+BLOCKS, HEADS = ("depth_block", "route_heads"), ("route_heads",)
+FULL, KV_HEADS = {"depth_block": 1}, {"route_heads": lambda cfg: cfg.n_kv_head}
 RESIDUAL_MODES = {
-    "standard": Mode(
-        Residual, reads="x = e + Σ y", stores="1", paper="pre-norm Transformer"),
+    "standard": Mode(Residual, reads="x = e + Σ y", stores="1", paper="pre-norm Transformer"),
     "attnres": Mode(
-        AttnRes, ("route_heads",), {"depth_block": 1},
-        reads="Σ α_i s_i over e and every y", stores="2L + 1", added="2L·D", paper="2603.15031"),
+        AttnRes, HEADS, FULL, "Σ α v over e and every y", "2L+1", "2*L*D", "arXiv 2603.15031"),
     "attnres_block": Mode(
-        AttnRes, ("depth_block", "route_heads"),
-        reads="Σ α_i s_i over e and the sums of depth blocks", stores="N + 1", added="2L·D", paper="2603.15031"),
+        AttnRes, BLOCKS, {}, "Σ α v over e and depth blocks", "N+1", "2*L*D", "arXiv 2603.15031"),
+    "attnres_cumulative": Mode(
+        Cumulative, HEADS, FULL, "Σ α x over the running sums x_0 .. x_s", "2L+1", "2*L*D",
+        "baseline in arXiv 2605.18855", exact_start=False),
+    "delta": Mode(
+        Delta, HEADS, FULL, "x + Σ α v over e and every y", "2L+2", "(2*L-1)*D", "arXiv 2605.18855"),
+    "delta_block": Mode(
+        DeltaBlock, (*BLOCKS, "delta_sources"), {}, "x + Σ α v over e and finished depth blocks", "N+2",
+        "(2*L-1-S)*D", "arXiv 2605.18855", exact_start=False),
+    "mhar": Mode(
+        AttnRes, HEADS, FULL | KV_HEADS, "as attnres, per head", "2L+1", "2*L*D", "arXiv 2607.27230"),
+    "mhar_block": Mode(
+        AttnRes, BLOCKS, KV_HEADS, "as attnres_block, per head", "N+1", "2*L*D", "arXiv 2607.27230"),
+    "mhar_delta": Mode(
+        GatedDelta, BLOCKS, KV_HEADS | {"delta_sources": "released"},
+        "x + g · Σ α v over a null, e and finished depth blocks", "N+2", "2*L*(2*D+1)", "arXiv 2607.27230"),
+    "rd": Mode(
+        RoleDecoupled, (*BLOCKS, "rd_control"), {}, "as attnres_block, one read for Q and K, one for V", "N+1",
+        "2*L*D+(L-1)*D", "arXiv 2608.01075"),
+    "dar": Mode(
+        Dual, ("route_heads", "dar_routing", "dynamic_gates"), {"depth_block": 2},
+        "as dar_block, with depth blocks of one layer", "2(L+1)", "4*L*D+10*L-L", "arXiv 2607.18730"),
+    "dar_block": Mode(
+        Dual, (*BLOCKS, "dar_routing", "dynamic_gates"), {},
+        "a_0 Σ α_0 v_0 + a_1 Σ α_1 v_1, keys of the other history", "2(N+1)", "4*L*D+10*L-N", "arXiv 2607.18730"),
+    "hc": Mode(
+        HyperConnections, ("n_streams", "dynamic_gates"), {}, "Σ A H over n streams", "n", "2*L*n*(n+2)-n",
+        "arXiv 2409.19606"),
+    "mhc": Mode(
+        ManifoldHyperConnections, ("n_streams",), {}, "Σ A H over n streams, mixed doubly stochastically", "n",
+        "2*L*((n*D+1)*(n*n+2*n)+3)-(n*D+1)*(2*n*n+n)-3", "arXiv 2512.24880"),
 }
 
 
@@ -370,12 +794,13 @@ class GPT(nn.Module):
             return logits, None
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
-    def trunk(self, idx, cache=None):
-        """Token ids (B, T) -> normalised input of the head (B, T, D)."""
+    def trunk(self, idx, cache=None, look=lambda site, state: None):
+        """Token ids (B, T) -> normalised input of the head (B, T, D); `look` is shown the state before each read."""
         residual, state = self.residual, self.residual.start(self.embed(idx))
         past, dtype = cache.length if cache is not None else 0, at_least_fp32(self.embed.weight.dtype)
         rope = rotary(past, idx.shape[1], self.cfg.head_dim, self.cfg.rope_theta, idx.device, dtype)
         for site, sublayer in enumerate(self.sublayers):
+            look(site, state)
             h_qk, h_v = residual.read(site, state)
             if self.cfg.remat and torch.is_grad_enabled():
                 y = checkpoint(sublayer, h_qk, h_v, rope, use_reentrant=False)
@@ -384,6 +809,7 @@ class GPT(nn.Module):
             state = residual.write(site, state, y)
         if cache is not None:
             cache.length += idx.shape[1]
+        look(len(self.sublayers), state)
         return residual.read(len(self.sublayers), state)[0]
 
     def logits(self, h):
@@ -391,6 +817,18 @@ class GPT(nn.Module):
         matrix = self.embed.weight if self.cfg.tie_embeddings else self.head.weight
         y = scaled_linear(h, self.gain, matrix)
         return y.to(at_least_fp32(y.dtype))
+
+    @torch.no_grad()
+    def depth_weights(self, idx):
+        """Routing weights of all sites on tokens idx (B, T): a list of dictionaries with site, route, sources (their
+        names) and weights (S, B, T, G). The training path is not touched. Empty for modes that do not route."""
+        residual, found = self.residual, []
+
+        def look(site, state):
+            found.extend(dict(site=site, route=route, sources=residual.source_names(site), weights=weights)
+                         for route, weights in residual.depth_weights(site, state).items())
+        self.trunk(idx, look=look)
+        return found
 
     @torch.no_grad()
     def generate(self, idx, n, temperature=1.0, top_k=0, n_vocab=0):

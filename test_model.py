@@ -32,6 +32,17 @@ from prepare_fineweb import UserError
 HERE = Path(__file__).resolve().parent
 MODES = list(RESIDUAL_MODES)
 ROUTED = [m for m in MODES if RESIDUAL_MODES[m].knobs]
+# every mode, and the knobs that change what a mode computes
+VARIANTS = {m: (m, {}) for m in MODES} | {
+    f"rd: {c}": ("rd", dict(rd_control=c)) for c in ("tied", "average", "frozen_v")} | {
+    f"dar_block: {c}": ("dar_block", dict(dar_routing=c)) for c in ("self_kv", "cross_v", "fixed_kv", "sep_v")} | {
+    "rd: heads": ("rd", dict(route_heads=4)), "dar: heads": ("dar", dict(route_heads=4)),
+    "delta: heads": ("delta", dict(route_heads=4)), "attnres_block: size 4": ("attnres_block", dict(depth_block=4)),
+    "delta_block: released": ("delta_block", dict(delta_sources="released")),
+    "delta_block: size 3": ("delta_block", dict(depth_block=3)),
+    "mhar_delta: size 1": ("mhar_delta", dict(depth_block=1)), "dar: dynamic": ("dar", dict(dynamic_gates=True)),
+    "hc: dynamic": ("hc", dict(dynamic_gates=True)), "hc: 2 streams": ("hc", dict(n_streams=2)),
+    "mhc: 2 streams": ("mhc", dict(n_streams=2))}
 SMALL = dict(vocab_size=61, n_layer=3, n_head=4, n_kv_head=2, n_embd=32, n_ffn=48, seq_len=16)
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -45,9 +56,14 @@ def make(mode, seed=0, randomise=True, dtype=torch.float64, **changes):
     if randomise:
         with torch.no_grad():
             for name, p in model.named_parameters():
-                if p.dim() == 1:
+                if p.dim() == 1 or name.startswith("residual"):
                     p.add_(torch.randn_like(p) * (0.5 if name.startswith("residual") else 0.2))
     return model
+
+
+def variant(name, **changes):
+    mode, knobs = VARIANTS[name]
+    return make(mode, **knobs | changes)
 
 
 def tokens(batch=2, length=16, seed=1, vocab=61):
@@ -298,9 +314,9 @@ def test_shapes_and_start(mode, changes):
     assert_close(model(idx[:, :-1], ignored)[1], kept, 1e-6)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_every_parameter_gets_its_start_from_the_init_function(mode):
-    model = make(mode, randomise=False)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_parameter_gets_its_start_from_the_init_function(name):
+    model = variant(name, randomise=False)
     before = {n: p.clone() for n, p in model.state_dict().items()}
     for p in (*model.parameters(), *model.buffers()):
         nn.init.constant_(p, math.nan)
@@ -312,25 +328,25 @@ def test_every_parameter_gets_its_start_from_the_init_function(mode):
     assert all(torch.equal(again.state_dict()[n], before[n]) for n in before)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_modes_of_one_seed_share_all_other_weights(mode):
-    mine, base = make(mode, randomise=False).state_dict(), make("standard", randomise=False).state_dict()
+@pytest.mark.parametrize("name", VARIANTS)
+def test_modes_of_one_seed_share_all_other_weights(name):
+    mine, base = variant(name, randomise=False).state_dict(), make("standard", randomise=False).state_dict()
     assert all(torch.equal(mine[n], base[n]) for n in base)
     assert all(n.startswith("residual.") for n in mine.keys() - base.keys())
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_future_tokens_do_not_matter(mode):
-    model, idx = make(mode), tokens()
+@pytest.mark.parametrize("name", VARIANTS)
+def test_future_tokens_do_not_matter(name):
+    model, idx = variant(name), tokens()
     other = idx.clone()
     other[:, 9:] = (other[:, 9:] + 1) % 61
     a, b = model(idx[:, :16])[0], model(other[:, :16])[0]
     assert torch.equal(a[:, :9], b[:, :9]) and not torch.allclose(a[:, 9:], b[:, 9:])
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_generation_with_a_cache_equals_the_full_forward(mode):
-    model, idx = make(mode), tokens()[:, :16]
+@pytest.mark.parametrize("name", VARIANTS)
+def test_generation_with_a_cache_equals_the_full_forward(name):
+    model, idx = variant(name), tokens()[:, :16]
     cache, full = KVCache(model.cfg, 2, 16, "cpu", torch.float64), model(idx)[0]
     pieces = [model(part, cache=cache)[0] for part in idx.split([5, 4, 1, 1, 1, 4], dim=1)]
     assert_close(torch.cat(pieces, 1), full, 1e-12)
@@ -354,17 +370,17 @@ def test_generation_edge_cases():
     assert len(firsts) > 10  # samples of one batch are independent
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_remat_gives_the_same_gradients_bit_for_bit(mode):
-    plain, remat = make(mode), make(mode, remat=True)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_remat_gives_the_same_gradients_bit_for_bit(name):
+    plain, remat = variant(name), variant(name, remat=True)
     (loss, grads), (loss_2, grads_2) = gradients(plain, tokens()), gradients(remat, tokens())
     assert torch.equal(loss, loss_2) and all(torch.equal(grads[n], grads_2[n]) for n in grads)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_the_whole_model_traces_as_one_graph(mode):
+@pytest.mark.parametrize("name", [*MODES, "dar: dynamic", "hc: dynamic", "dar_block: sep_v", "rd: average"])
+def test_the_whole_model_traces_as_one_graph(name):
     torch._dynamo.reset()
-    model, idx = make(mode, dtype=torch.float32, n_layer=2), tokens()
+    model, idx = variant(name, dtype=torch.float32, n_layer=2), tokens()
     loss, grads = gradients(model, idx)
     model.compile(backend="aot_eager", fullgraph=True, dynamic=False)
     loss_2, grads_2 = gradients(model, idx)
@@ -372,14 +388,19 @@ def test_the_whole_model_traces_as_one_graph(mode):
     assert_close(grads, grads_2, 1e-5)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_every_parameter_acts(mode):
-    """A gradient on the first step for each, so that DDP needs no search, and none that stays zero."""
-    model, idx = make(mode, randomise=False), tokens(4)
-    loss, grads = gradients(model, idx)
-    assert all(g is not None for g in grads.values())
-    scale = max(g.abs().max() for g in grads.values())
-    assert [n for n, g in grads.items() if g.abs().max() < 1e-12 * scale] == []
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_parameter_acts(name):
+    """A gradient for each on the first step, so that DDP needs no search, and a real one within three steps."""
+    model, idx, still = variant(name, randomise=False), tokens(4), None
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(3):  # mhc: the streams separate, then W moves, then its factor; all others need two
+        _, grads = gradients(model, idx)
+        assert all(g is not None for g in grads.values())
+        scale = max(g.abs().max() for g in grads.values())
+        zero = {n for n, g in grads.items() if g.abs().max() < 1e-12 * scale}
+        still = zero if still is None else still & zero
+        optimizer.step()
+    assert still == set()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -395,9 +416,9 @@ def test_optimizer_groups_are_a_partition(mode):
             assert g["lr_mult"] == (3.0 if n.startswith("residual.") else 1.0), n
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_thirty_steps_overfit_a_batch(mode):
-    model, idx = make(mode, randomise=False, dtype=torch.float32), tokens()
+@pytest.mark.parametrize("name", VARIANTS)
+def test_thirty_steps_overfit_a_batch(name):
+    model, idx = variant(name, randomise=False, dtype=torch.float32), tokens()
     optimizer = torch.optim.AdamW(model.param_groups(0.0), lr=1e-2)
     before = loss_of(model, idx).item()
     for _ in range(30):
@@ -417,69 +438,59 @@ def test_autocast_keeps_streams_in_bf16_and_logits_in_fp32():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Modes: what they read, and what they reduce to
+# Modes: what they read, what they reduce to, and an independent implementation of each
 
-# Sources of sites 0 .. 6 of a 3-layer model by hand: e the embedding, digits the outputs they sum
-SOURCE_TABLE = {
-    ("attnres", ()): ["e", "e 0", "e 0 1", "e 0 1 2", "e 0 1 2 3", "e 0 1 2 3 4", "e 0 1 2 3 4 5"],
-    ("attnres_block", (("depth_block", 2),)): ["e", "e 0", "e 01", "e 01 2", "e 01 23", "e 01 23 4", "e 01 23 45"],
-    ("attnres_block", (("depth_block", 4),)): ["e", "e 0", "e 01", "e 012", "e 0123", "e 0123 4", "e 0123 45"],
-    ("attnres_block", (("depth_block", 5),)): ["e", "e 0", "e 01", "e 012", "e 0123", "e 01234", "e 01234 5"],
-}
+# Sources of sites 0 .. 6 of a 3-layer model by hand: e the embedding, digits the outputs that a source sums, 0 a null.
+# The head of the delta modes has no sources. dar: those of one history, with all write weights one and no transport.
+BLOCK_2 = ["e", "e 0", "e 01", "e 01 2", "e 01 23", "e 01 23 4", "e 01 23 45"]
+FULL = ["e", "e 0", "e 0 1", "e 0 1 2", "e 0 1 2 3", "e 0 1 2 3 4", "e 0 1 2 3 4 5"]
+LATE_2 = ["e", "e", "e", "e 01", "e 01", "e 01 23", ""]
+SOURCE_TABLE = [
+    ("attnres", {}, FULL),
+    ("mhar", {}, FULL),
+    ("attnres_block", {}, BLOCK_2),
+    ("mhar_block", {}, BLOCK_2),
+    ("rd", {}, BLOCK_2),
+    ("attnres_block", {"depth_block": 1}, FULL),
+    ("attnres_block", {"depth_block": 4}, ["e", "e 0", "e 01", "e 012", "e 0123", "e 0123 4", "e 0123 45"]),
+    ("attnres_block", {"depth_block": 5}, ["e", "e 0", "e 01", "e 012", "e 0123", "e 01234", "e 01234 5"]),
+    ("attnres_block", {"depth_block": 9}, ["e", "e 0", "e 01", "e 012", "e 0123", "e 01234", "e 012345"]),
+    ("attnres_cumulative", {}, ["e", "e e0", "e e0 e01", "e e0 e01 e012", "e e0 e01 e012 e0123",
+                                "e e0 e01 e012 e0123 e01234", "e e0 e01 e012 e0123 e01234 e012345"]),
+    ("delta", {}, FULL[:6] + [""]),
+    ("delta_block", {}, LATE_2),
+    ("delta_block", {"delta_sources": "released"}, ["e", "e", "e", "e 01", "e 01", "e 01 e23", ""]),
+    ("delta_block", {"depth_block": 1}, ["e", "e", "e 0", "e 0 1", "e 0 1 2", "e 0 1 2 3", ""]),
+    ("delta_block", {"depth_block": 1, "delta_sources": "released"},
+     ["e", "e", "e 0", "e 0 e1", "e 0 e1 02", "e 0 e1 02 e13", ""]),
+    ("mhar_delta", {}, ["n e", "n e", "n e", "n e 01", "n e 01", "n e 01 e23", ""]),
+    ("dar", {}, BLOCK_2),
+    ("dar_block", {"depth_block": 3}, ["e", "e 0", "e 01", "e 012", "e 012 3", "e 012 34", "e 012 345"]),
+]
 
 
-@pytest.mark.parametrize("mode, knobs", SOURCE_TABLE, ids=str)
-def test_sources_of_each_site(mode, knobs):
-    model = make(mode, **dict(knobs))
-    outputs = {name: torch.randn(1, 1, 32).double() for name in "e012345"}
-    state, res = model.residual.start(outputs["e"]), model.residual
-    seen = []
-    res.mix = lambda site, sources: seen.append(sources) or sources[0]
+@pytest.mark.parametrize("mode, knobs, table", SOURCE_TABLE, ids=lambda v: v if isinstance(v, str) else str(v)[:40])
+def test_sources_of_each_site(mode, knobs, table):
+    model = make(mode, **knobs)
+    res, outputs = model.residual, {name: torch.randn(1, 1, 32).double() for name in "e012345n"}
+    with torch.no_grad():
+        for name, p in res.named_parameters():
+            if name.startswith("null"):
+                p.copy_(outputs["n"][0, 0])
+            elif name.startswith("gate."):
+                p.fill_(100.0 if "rho" in name else 0.0)
+    state, seen = res.start(outputs["e"]), []
     for site in range(7):
-        res.read(site, state)
+        find = (lambda site, state: res.histories(state)[0]) if hasattr(res, "histories") else res.sources
+        seen.append(find(site, state) if table[site] else ())
         if site < 6:
             state = res.write(site, state, outputs[str(site)])
-    for site, row in enumerate(SOURCE_TABLE[mode, knobs]):
+    for site, row in enumerate(table):
         expected = [sum(outputs[c] for c in name) for name in row.split()]
-        assert len(seen[site]) == len(expected) == res.n_sources(site)
+        assert len(seen[site]) == len(expected) == len(res.source_names(site)), site
         assert all(torch.allclose(a, b) for a, b in zip(seen[site], expected)), site
-        assert (str(site) in res.query) == (len(expected) > 1)
-
-
-@pytest.mark.parametrize("eps", [1e-6, 1e-2])
-@pytest.mark.parametrize("mode", MODES)
-def test_the_start_is_exactly_standard(mode, eps):
-    """Zero queries read the mean of a partition of the stream; the scaled epsilon makes that exact."""
-    model, base = (make(m, randomise=False, norm_eps=eps) for m in (mode, "standard"))
-    idx = tokens()
-    (loss, grads), (base_loss, base_grads) = gradients(model, idx), gradients(base, idx)
-    assert_close(model(idx)[0], base(idx)[0], 1e-12)
-    assert_close(loss, base_loss, 1e-12)
-    assert_close({n: grads[n] for n in base_grads}, base_grads, 1e-10)
-
-
-@pytest.mark.parametrize("mode", ROUTED)
-def test_queries_change_the_function(mode):
-    assert not torch.allclose(make(mode)(tokens())[0], make("standard")(tokens())[0], atol=1e-3)
-
-
-def copy_of(model, mode, **changes):
-    """The same parameters in another mode."""
-    other = make(mode, **changes)
-    other.load_state_dict(model.state_dict())
-    return other
-
-
-def test_depth_blocks_of_one_sublayer_are_the_full_form():
-    full, idx = make("attnres"), tokens()
-    block = copy_of(full, "attnres_block", depth_block=1)
-    (loss, grads), (loss_2, grads_2) = gradients(full, idx), gradients(block, idx)
-    assert torch.equal(loss, loss_2) and all(torch.equal(grads[n], grads_2[n]) for n in grads)
-
-
-def test_one_huge_depth_block_has_two_sources():
-    res = make("attnres_block", depth_block=100).residual
-    assert [res.n_sources(s) for s in range(7)] == [1] + [2] * 6
+        routes = {r.split("_")[0] for r in res.query}
+        assert (str(site) in routes) == (len(expected) > 1), site
 
 
 @pytest.mark.parametrize("depth_block", [1, 2, 3, 4, 5, 6, 7])
@@ -490,7 +501,226 @@ def test_sources_add_up_to_the_stream(depth_block):
     for site in range(10):
         state, x = res.write(site, state, y[site]), x + y[site]
         assert_close(sum(state), x, 1e-14)
-    assert len(state) == res.n_sources(10) == 1 + math.ceil(10 / depth_block)
+    assert len(state) == len(res.source_names(10)) == 1 + math.ceil(10 / depth_block)
+
+
+@pytest.mark.parametrize("released", ["true", "released"])
+def test_what_delta_sources_add_up_to(released):
+    res = make("delta_block", depth_block=2, n_layer=5, delta_sources=released).residual
+    e, *y = sources(11, 32)
+    state, at_start = res.start(e), [e]  # of the stream, where depth block k begins
+    for site in range(10):
+        state = res.write(site, state, y[site])
+        if site % 2:
+            at_start.append(state[0])
+    entries = state[1:]
+    for k in range(1, 6):
+        total = sum(entries[:k + 1]) if released == "true" else entries[k] + entries[k - 1]
+        assert_close(total, at_start[k], 1e-14)
+
+
+@pytest.mark.parametrize("eps", [1e-6, 1e-2])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_zero_queries_are_exactly_standard(name, eps):
+    """Zero queries read the mean of a partition of the stream; the scaled epsilon makes that exact for any epsilon.
+
+    A mode that starts elsewhere says so in its row of RESIDUAL_MODES (exact_start=False).
+    """
+    model, base = variant(name, randomise=False, norm_eps=eps), make("standard", randomise=False, norm_eps=eps)
+    idx, exact = tokens(), RESIDUAL_MODES[model.cfg.residual_mode].exact_start
+    exact = exact and not name.endswith(("average", "fixed_kv"))  # these have a start of their own
+    (loss, grads), (base_loss, base_grads) = gradients(model, idx), gradients(base, idx)
+    assert (abs(loss / base_loss - 1) < 1e-12) == exact, f"{name}: exact_start in its row of RESIDUAL_MODES is wrong"
+    if exact:
+        assert_close(model(idx)[0], base(idx)[0], 1e-11)
+        assert_close({n: grads[n] for n in base_grads}, base_grads, 1e-10)
+
+
+@pytest.mark.parametrize("name", [n for n in VARIANTS if n != "standard"])
+def test_residual_parameters_change_the_function(name):
+    assert not torch.allclose(variant(name)(tokens())[0], make("standard")(tokens())[0], atol=1e-3)
+
+
+def copy_of(model, mode, **changes):
+    """The same parameters in another mode, as far as it has them."""
+    other = make(mode, **changes)
+    state = model.state_dict()
+    other.load_state_dict({n: state[n] for n in other.state_dict()})
+    return other
+
+
+def assert_same(a, b, tol=0.0):
+    """Outputs and shared gradients of two models."""
+    idx = tokens()
+    (_, grads), (_, grads_2) = gradients(a, idx), gradients(b, idx)
+    shared = [n for n in grads if n in grads_2]
+    if tol == 0:
+        assert torch.equal(a(idx)[0], b(idx)[0]) and all(torch.equal(grads[n], grads_2[n]) for n in shared)
+    else:
+        assert_close(a(idx)[0], b(idx)[0], tol)
+        assert_close({n: grads[n] for n in shared}, {n: grads_2[n] for n in shared}, tol)
+
+
+@pytest.mark.parametrize("a, b", [
+    (("attnres", {}), ("attnres_block", {"depth_block": 1})),
+    (("mhar", {}), ("attnres", {"route_heads": 2})),
+    (("mhar", {"route_heads": 1}), ("attnres", {})),
+    (("mhar_block", {"route_heads": 1}), ("attnres_block", {})),
+    (("rd", {"rd_control": "tied"}), ("attnres_block", {})),
+    (("rd", {"rd_control": "tied", "route_heads": 4}), ("mhar_block", {"route_heads": 4})),
+    (("dar", {}), ("dar_block", {"depth_block": 2})),
+], ids=str)
+def test_modes_that_are_the_same_bit_for_bit(a, b):
+    model = make(a[0], **a[1])
+    assert_same(model, copy_of(model, b[0], **b[1]))
+
+
+def test_several_heads_are_another_function_than_one():
+    for mode in (m for m in MODES if "route_heads" in RESIDUAL_MODES[m].knobs):
+        model = make(mode, route_heads=4)
+        assert not torch.allclose(model(tokens())[0], copy_of(model, mode, route_heads=1)(tokens())[0], atol=1e-4), mode
+
+
+def test_rd_with_equal_queries_is_its_parent():
+    model = make("rd")
+    for control in ("none", "average"):
+        other = copy_of(model, "rd", rd_control=control)
+        with torch.no_grad():
+            for route, q in other.residual.query.items():
+                if route.endswith("_v"):
+                    q.copy_(other.residual.query[route[:-2]])
+        idx = tokens()
+        assert_close(other(idx)[0], copy_of(model, "attnres_block")(idx)[0], 1e-12)
+    parent = copy_of(model, "attnres_block")(idx)[0]
+    for control in ("none", "average", "frozen_v"):  # else they are other functions
+        assert not torch.allclose(copy_of(model, "rd", rd_control=control)(idx)[0], parent, atol=1e-4), control
+
+
+def test_rd_routes_reach_their_own_role_only():
+    model, idx = make("rd"), tokens()
+    with torch.no_grad():
+        for sublayer in model.sublayers[::2]:
+            sublayer.qkv.weight[-16:] = 0  # the values of 2 heads of 8 channels
+    _, grads = gradients(model, idx)
+    assert all(g.abs().max() == 0 for n, g in grads.items() if n.endswith("_v"))
+    model = make("rd", qk_norm=False)
+    with torch.no_grad():
+        for sublayer in model.sublayers[::2]:
+            sublayer.qkv.weight[:-16] = 0  # queries and keys
+    _, grads = gradients(model, idx)
+    assert grads["residual.query.2"].abs().max() == 0 and grads["residual.query.2_v"].abs().max() > 0
+
+
+def test_closed_gates_are_the_base_bit_for_bit():
+    model = make("mhar_delta")
+    with torch.no_grad():
+        for gate in model.residual.gate.values():
+            gate.zero_()
+    idx, base = tokens(), copy_of(model, "standard")
+    assert torch.equal(model(idx)[0], base(idx)[0])
+    (_, grads), (_, base_grads) = gradients(model, idx), gradients(base, idx)
+    assert_close({n: grads[n] for n in base_grads}, base_grads, 1e-14)
+    for n, g in grads.items():
+        if n.startswith("residual"):
+            assert (g.abs().max() == 0) == (".gate." not in n), n
+
+
+def dual(**changes):
+    """A dar_block model and a function that sets its gates: logits of a, b and rho."""
+    model = make("dar_block", depth_block=3, **changes)
+
+    def gates(a=None, b=None, rho=None):
+        with torch.no_grad():
+            for name, p in model.residual.gate.items():
+                value = {"a": a, "b": b, "r": rho}[name[0]]
+                if value is not None:
+                    p.copy_(torch.tensor(value))
+    return model, gates
+
+
+ROUTINGS = "reciprocal", "self_kv", "cross_v", "fixed_kv"
+
+
+def test_dual_routings_agree_on_equal_histories():
+    model, gates = dual()
+    gates(a=[0.0, 0.0], b=[0.0, 0.0])
+    parent = make("attnres_block", depth_block=3)
+    with torch.no_grad():
+        for name, p in copy_of(model, "standard").named_parameters():
+            parent.get_parameter(name).copy_(p)
+        for route in parent.residual.query:
+            for j in "01":
+                model.residual.query[f"{route}_{j}"].copy_(parent.residual.query[route])
+    for rho in (-1.0, 0.0, 3.0):
+        gates(rho=[rho])
+        for routing in ROUTINGS:
+            other = copy_of(model, "dar_block", depth_block=3, dar_routing=routing)
+            assert_close(other(tokens())[0], parent(tokens())[0], 1e-12)
+
+
+def test_dual_routings_differ_on_different_histories():
+    model, _ = dual()
+    outs = [copy_of(model, "dar_block", depth_block=3, dar_routing=r)(tokens())[0] for r in ROUTINGS]
+    for i in range(4):
+        for j in range(i):
+            assert not torch.allclose(outs[i], outs[j], atol=1e-4), (ROUTINGS[i], ROUTINGS[j])
+
+
+def test_dual_histories_differ_only_through_the_write_weights():
+    model, gates = dual()
+    gates(b=[0.0, 0.0])
+    state = model.residual.start(sources(1, 32)[0])
+    for site, y in enumerate(sources(6, 32, seed=2)):
+        state = model.residual.write(site, state, y)
+    first, second = model.residual.histories(state)
+    assert all(torch.allclose(a, b, atol=1e-14) for a, b in zip(first, second))
+    other = copy_of(model, "dar_block", depth_block=3, dar_routing="self_kv")
+    assert_close(model(tokens())[0], other(tokens())[0], 1e-12)  # equal keys
+
+
+def test_dual_does_not_depend_on_the_names_of_its_histories():
+    model, _ = dual()
+    for routing in ROUTINGS:
+        a, b = (copy_of(model, "dar_block", depth_block=3, dar_routing=routing) for _ in range(2))
+        with torch.no_grad():
+            for route in a.residual.query:
+                b.residual.query[route[:-1] + "10"[int(route[-1])]].copy_(a.residual.query[route])
+            for name, p in a.residual.gate.items():
+                b.residual.gate[name].copy_(p.flip(0) if len(p) == 2 else p)
+        same = torch.allclose(a(tokens())[0], b(tokens())[0], atol=1e-12)
+        assert same == (routing != "fixed_kv"), routing
+
+
+def test_dual_transport_is_doubly_stochastic():
+    model, gates = dual()
+    res, (e, y0, y1) = model.residual, sources(3, 32)
+    state = res.write(0, res.start(e), y0)
+    for rho in (-2.0, 0.0, 100.0):
+        gates(rho=[rho])
+        before, after = (sum(h[-1] for h in res.histories(s)) for s in (state, res.write(1, state, y1)))
+        written = 2 * res.gate["b1"].sigmoid().sum() * y1
+        assert_close(after, before + written, 1e-13)  # the sum moves by what is written, whatever rho is
+    kept = [h[-1] + 2 * g * y1 for h, g in zip(res.histories(state), res.gate["b1"].sigmoid())]  # rho = 1
+    assert all(torch.allclose(h[-1], n, atol=1e-12) for h, n in zip(res.histories(res.write(1, state, y1)), kept))
+
+
+def test_combinations_without_sense_are_refused():
+    with pytest.raises(ValueError, match="depth_block=1: both histories would be multiples"):
+        make("dar_block", depth_block=1)
+    with pytest.raises(ValueError, match="n_streams=1: needs at least 2"):
+        make("hc", n_streams=1)
+
+
+def test_sinkhorn_and_its_closed_form_for_two():
+    logits = torch.randn(5, 4, 4, dtype=torch.float64)
+    m = model_file.doubly_stochastic(logits)
+    assert (m > 0).all() and (m.sum(-1) - 1).abs().max() < 1e-3 and (m.sum(-2) - 1).abs().max() < 1e-12
+    two = torch.randn(50, 2, 2, dtype=torch.float64)
+    exact, m = model_file.doubly_stochastic(two), two.exp()
+    for _ in range(2000):
+        m = m / m.sum(-1, keepdim=True)
+        m = m / m.sum(-2, keepdim=True)
+    assert_close(exact, m, 1e-9)
 
 
 def test_default_depth_blocks():
@@ -498,22 +728,264 @@ def test_default_depth_blocks():
     assert {n: GPTConfig(n_layer=n, residual_mode="attnres_block").knob("depth_block") for n in sizes} == sizes
 
 
-@pytest.mark.parametrize("mode", ROUTED)
+@pytest.mark.parametrize("mode", MODES)
 def test_counts_follow_the_formulas(mode):
-    model = make(mode)
-    n, L, D = model.count(), 3, 32
-    formula = {"attnres": 2 * L * D, "attnres_block": 2 * L * D}[mode]
-    assert n["router"] == formula == n["total"] - make("standard").count()["total"]
-    assert n["total"] == sum(p.numel() for p in set(model.parameters())) == n["non_embedding"] + 61 * D
+    for n_layer, n_embd in ((3, 32), (5, 48)):
+        model = make(mode, n_layer=n_layer, n_embd=n_embd)
+        size = getattr(model.residual, "depth_block", 1)
+        numbers = dict(L=n_layer, D=n_embd, S=size, N=math.ceil(2 * n_layer / size), n=4)
+        base, n = make("standard", n_layer=n_layer, n_embd=n_embd).count(), model.count()
+        assert n["router"] == eval(RESIDUAL_MODES[mode].added, numbers) == n["total"] - base["total"]
+        assert n["total"] == sum(p.numel() for p in set(model.parameters())) == n["non_embedding"] + 61 * n_embd
 
 
-@pytest.mark.parametrize("mode", ROUTED)
-def test_heads_slice_queries_and_channels(mode):
-    """Several heads are another function than one; zero queries are standard all the same."""
-    model, idx = make(mode, route_heads=4), tokens()
-    assert not torch.allclose(model(idx)[0], copy_of(model, mode)(idx)[0], atol=1e-4)
-    zero, base = make(mode, randomise=False, route_heads=4), make("standard", randomise=False)
-    assert_close(zero(idx)[0], base(idx)[0], 1e-12)
+def test_router_gradients():
+    """Facts about the gradients of one route: the spec's derivation, without its formulas."""
+    s, q = [t.requires_grad_() for t in sources(4, 12)], sources(1, 12, seed=1)[0][0, 0].requires_grad_()
+    u = sources(1, 12, seed=2)[0]
+    grad = torch.autograd.grad((depth_mix(q * 0, s) * u).sum(), [q, *s], retain_graph=True)
+    for g in grad[1:]:
+        assert_close(g, u / 4, 1e-12)  # zero query: the plain mean
+    keys = [t.detach().clone().requires_grad_() for t in s]
+    for g, k in zip(torch.autograd.grad((depth_mix(q, s, keys, eps=0.0) * u).sum(), keys), keys):
+        assert (g * k).sum(-1).abs().max() < 1e-13  # keys are free of scale
+    logits = model_file.depth_logits(q, s, 1e-6).detach().requires_grad_()
+    out = model_file.depth_sum(logits.softmax(0), s)
+    g, = torch.autograd.grad((out * u).sum(), logits)
+    assert g.sum(0).abs().max() < 1e-14
+    one = torch.autograd.grad(depth_mix(q, s[:1]).sum(), [q])[0]
+    assert one.abs().max() == 0
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_each_mode_is_what_its_paper_says(name):
+    """Against a naive implementation from the papers' equations, from random residual parameters."""
+    model, idx = variant(name), tokens()
+    (loss, grads), (naive_loss, naive_grads) = gradients(model, idx), naive_gradients(model, idx)
+    assert_close(loss, naive_loss, 1e-12)
+    assert_close(grads, naive_grads, 1e-10)
+    assert_close(model(idx)[0], naive_logits(model.cfg, dict(model.named_parameters()), idx), 1e-10)
+
+
+def naive_gradients(model, idx):
+    params = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
+    logits = naive_logits(model.cfg, params, idx[:, :-1])
+    loss = F.cross_entropy(logits.flatten(0, 1), idx[:, 1:].flatten())
+    loss.backward()
+    return loss.detach(), {n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in params.items()}
+
+
+def naive_logits(cfg, P, idx):
+    """All modes, written from their equations: stack, normalise, einsum. Shares nothing with model.py but names."""
+    mode, eps, L = cfg.residual_mode, cfg.norm_eps, cfg.n_layer
+    e, T = P["embed.weight"][idx], idx.shape[1]
+
+    def norm(x, k=1.0):
+        """RMSNorm of x in units of k: x/k with the epsilon of x."""
+        return x / torch.sqrt((x ** 2).mean(-1, keepdim=True) + eps * k ** 2)
+
+    def f(s, qk, v=None, k=1.0):
+        """Sublayer s with its pre-norm on unnormalised reads."""
+        own = {n.split(".", 2)[2]: p for n, p in P.items() if n.startswith(f"sublayers.{s}.")}
+        qk, v = norm(qk, k) * own["gain"], norm(qk if v is None else v, k) * own["gain"]
+        if s % 2:
+            gate, up = (qk @ own["up.weight"].T).split(cfg.n_ffn, -1)
+            return (gate * torch.sigmoid(gate) * up) @ own["down.weight"].T
+        H, G, K = cfg.n_head, cfg.n_kv_head, cfg.head_dim
+        w = own["qkv.weight"]
+        q = (qk @ w[:H * K].T).view(*qk.shape[:2], H, K)
+        key = (qk @ w[H * K:(H + G) * K].T).view(*qk.shape[:2], G, K)
+        val = (v @ w[(H + G) * K:].T).view(*qk.shape[:2], G, K)
+        q, key = norm(q) * own["q_gain"], norm(key) * own["k_gain"]
+        angle = torch.arange(T)[:, None].double() * cfg.rope_theta ** (-torch.arange(0, K, 2).double() / K)
+        turn = torch.polar(torch.ones_like(angle), angle)[None, :, None]
+
+        def rope(x):
+            z = torch.complex(x[..., :K // 2], x[..., K // 2:]) * turn
+            return torch.cat([z.real, z.imag], -1)
+        key, val = (x.repeat_interleave(H // G, 2) for x in (rope(key), val))
+        scores = torch.einsum("bthk,bshk->bhts", rope(q), key) / K ** 0.5
+        scores = scores.masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf)
+        y = torch.einsum("bhts,bshk->bthk", scores.softmax(-1), val)
+        return y.flatten(-2) @ own["out.weight"].T
+
+    def head(x, k=1.0):
+        return (norm(x, k) * P["gain"]) @ P["embed.weight"].T
+
+    heads = cfg.route_heads or (cfg.n_kv_head if mode.startswith("mhar") else 1)
+    size = 1 if mode in ("attnres", "mhar", "delta") else 2 if mode == "dar" else cfg.depth_block or 2
+
+    def R(route, values, keys=None):
+        """The router: softmax over sources of query times normalised key, per head."""
+        V, C = torch.stack(values), torch.stack(keys or values)
+        if len(V) == 1:
+            return V[0]
+        C = C / torch.sqrt((C ** 2).mean(-1, keepdim=True) + eps)
+        q = P[f"residual.query.{route}"].view(heads, -1)
+        a = torch.einsum("sbtgk,gk->sbtg", C.unflatten(-1, (heads, -1)), q).softmax(0)
+        return torch.einsum("sbtg,sbtgk->btgk", a, V.unflatten(-1, (heads, -1))).flatten(-2)
+
+    if mode == "standard":
+        x = e
+        for s in range(2 * L):
+            x = x + f(s, x)
+        return head(x)
+    if mode == "attnres_cumulative":
+        xs = [e]
+        for s in range(2 * L):
+            xs.append(xs[-1] + f(s, R(s, xs)))
+        return head(R(2 * L, xs))
+    if mode in ("attnres", "attnres_block", "mhar", "mhar_block", "rd"):
+        closed, partial = [e], None
+        for s in range(2 * L):
+            src = closed if partial is None else [*closed, partial]
+            h, c = R(s, src), len(src)
+            if mode == "rd" and s % 2 == 0 and c > 1 and cfg.rd_control != "tied":
+                v = sum(src) / c if cfg.rd_control == "frozen_v" else R(f"{s}_v", src)
+                out = f(s, (h + v) / 2, k=1 / c) if cfg.rd_control == "average" else f(s, h, v, 1 / c)
+            else:
+                out = f(s, h, k=1 / c)
+            partial = out if partial is None else partial + out
+            if (s + 1) % size == 0:
+                closed, partial = [*closed, partial], None
+        src = closed if partial is None else [*closed, partial]
+        return head(R(2 * L, src), 1 / len(src))
+    if mode == "delta":
+        h, D_ = e, [e]
+        for s in range(2 * L):
+            v = f(s, h + R(s, D_), k=1 + 1 / len(D_))
+            h, D_ = h + v, [*D_, v]
+        return head(h)
+    if mode in ("delta_block", "mhar_delta"):
+        released = mode == "mhar_delta" or cfg.delta_sources == "released"
+        h, src, boundary, waiting = e, [e], e, None
+        for s in range(2 * L):
+            if s % size == 0 and s:  # a depth block has ended: its source is appended after this read
+                waiting = h - (src[-1] if released else boundary)
+                boundary = h
+            if mode == "mhar_delta":
+                x = h + P[f"residual.gate.{s}"] * R(s, [P[f"residual.null.{s}"].expand_as(e), *src])
+                v = f(s, x)
+            else:
+                v = f(s, h + R(s, src), k=1 + 1 / len(src))
+            if waiting is not None:
+                src, waiting = [*src, waiting], None
+            h = h + v
+        return head(h)
+    if mode in ("dar", "dar_block"):
+        H, partial = [[e], [e]], [None, None]
+        which = {"reciprocal": lambda j: (1 - j, j), "sep_v": lambda j: (1 - j, j), "self_kv": lambda j: (j, j),
+                 "cross_v": lambda j: (j, 1 - j), "fixed_kv": lambda j: (0, 1)}[cfg.dar_routing]
+
+        def gate(name, *context):
+            logits = P[f"residual.gate.{name}"]
+            if not cfg.dynamic_gates:
+                return [logit for logit in logits]
+            u = P[f"residual.u.{name}"]
+            return [logit + (norm(x) * v).sum(-1, keepdim=True) for logit, v, x in zip(logits, u, context)]
+
+        def retrieve(s):
+            cand = [H[j] if partial[j] is None else [*H[j], partial[j]] for j in (0, 1)]
+            if len(cand[0]) == 1:
+                return e, 1.0
+            h = [R(f"{s}_{j}", cand[which(j)[1]], cand[which(j)[0]]) for j in (0, 1)]
+            if cfg.dar_routing == "sep_v":
+                h = [x + x @ P["residual.sep_v"].T for x in h]
+            a0, a1 = gate(f"a{s}", *h)
+            return (a0.exp() * h[0] + a1.exp() * h[1]) / (a0.exp() + a1.exp()), 1 / len(cand[0])
+        for s in range(2 * L):
+            x, k = retrieve(s)
+            y = f(s, x, k=k)
+            b = [2 * torch.sigmoid(g) for g in gate(f"b{s}", y, y)]
+            if partial[0] is None:
+                partial = [b[0] * y, b[1] * y]
+            else:
+                rho = torch.sigmoid(gate(f"rho{s}", y)[0])
+                partial = [rho * partial[j] + (1 - rho) * partial[1 - j] + b[j] * y for j in (0, 1)]
+            if (s + 1) % size == 0:
+                H, partial = [[*H[j], partial[j]] for j in (0, 1)], [None, None]
+        return head(*retrieve(2 * L))
+    n = cfg.n_streams
+    H = torch.stack([e] * n, -2)  # (B, T, n, D)
+    for s in range(2 * L):
+        def get(name, s=s):
+            return (P.get(f"residual.{part}.{name}{s}") for part in ("bias", "w", "factor"))
+        if mode == "hc":
+            A, Rs, b = torch.eye(n)[s % n].double(), *(next(get(name)) for name in "Rb")
+            A = next(get("A")) if s else A
+            if cfg.dynamic_gates:
+                def move(name):
+                    _, w, factor = get(name)
+                    return factor * torch.tanh(norm(H) @ w.T)  # noqa: B023
+                A = A + (move("A")[..., 0] if s else 0)
+                Rs, b = Rs + move("R"), b + move("b")[..., 0]
+            x = (A[..., None] * H).sum(-2)
+            y = f(s, x) if s else f(s, e)
+            H = torch.einsum("btji,btjd->btid", Rs.expand(*e.shape[:2], n, n), H) + b[..., None] * y[..., None, :]
+        else:
+            c = norm(H.flatten(-2))  # over all streams
+
+            def logits(name):
+                bias, w, factor = get(name)
+                return factor * torch.einsum("btx,kx->btk", c, w.flatten(1)) + bias.flatten()  # noqa: B023
+            k = 1 / (1 + math.exp(-1)) + (n - 1) / (1 + math.exp(1))
+            y = f(s, (torch.sigmoid(logits("A"))[..., None] * H).sum(-2), k=k) if s else f(s, e)
+            if 0 < s < 2 * L - 1:
+                M = logits("R").exp().unflatten(-1, (n, n))
+                for _ in range(20):
+                    M = M / M.sum(-1, keepdim=True)
+                    M = M / M.sum(-2, keepdim=True)
+                if n == 2:
+                    diagonal, other = (M[..., 0, 0] * M[..., 1, 1]) ** 0.5, (M[..., 0, 1] * M[..., 1, 0]) ** 0.5
+                    M = torch.stack([diagonal, other, other, diagonal], -1).unflatten(-1, (2, 2))
+                    M = M / M.sum(-1, keepdim=True)
+                H = torch.einsum("btij,btjd->btid", M, H)
+            H = H + 2 * torch.sigmoid(logits("b"))[..., None] * y[..., None, :]
+    return head(H.mean(-2))
+
+
+def test_streams_and_routes_separate_in_training():
+    idx = tokens(4)
+    for name in ("dar", "dar_block", "mhc", "mhc: 2 streams", "rd: average", "hc"):
+        model = variant(name, randomise=False, dtype=torch.float32)
+        optimizer = torch.optim.AdamW(model.param_groups(0.0), lr=1e-2)
+        for _ in range(5):
+            gradients(model, idx)
+            optimizer.step()
+        if name == "rd: average":
+            q = model.residual.query
+            assert all((q[r] - q[r[:-2]]).abs().max() > 1e-3 for r in q if r.endswith("_v"))
+            continue
+        states = []
+        with torch.no_grad():
+            model.trunk(idx, look=lambda site, state, states=states: states.append(state))
+        last = states[-1]
+        pairs = zip(*model.residual.histories(last)) if name.startswith("dar") else [(last[0], last[1])]
+        assert max(((a - b).norm() / a.norm()).item() for a, b in pairs) > 1e-3, name
+
+
+def test_depth_weights_are_the_weights_that_are_used():
+    for name in VARIANTS:
+        model, idx = variant(name), tokens()[:, :16]
+        before = model(idx)[0]
+        found = model.depth_weights(idx)
+        assert torch.equal(model(idx)[0], before)
+        routed = hasattr(model.residual, "query")
+        assert len(found) == (len(model.residual.query) if routed else 0), name
+        for r in found:
+            assert r["weights"].shape == (len(r["sources"]), 2, 16, model.residual.route_heads)
+            assert (r["weights"].sum(0) - 1).abs().max() < 1e-12 and not r["weights"].requires_grad
+            assert len(set(r["sources"])) == len(r["sources"]) and r["route"].startswith(str(r["site"]))
+    model = make("attnres", n_layer=1)
+    e = model.embed(idx)
+    weights = model.depth_weights(idx)[0]["weights"]
+    y = model.sublayers[0](rms(e), rms(e), model_file.rotary(0, 16, 8, 1e4, None, torch.float64))
+    read = (weights[0] * e + weights[1] * y)
+    assert_close(model.residual.mix("1", (e, y)), read, 1e-12)
+
+
+def rms(x, eps=1e-6):
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -567,9 +1039,10 @@ def test_configuration_mistakes_name_the_place_and_the_remedy(tmp_path):
 def test_unused_knobs_are_refused_in_every_mode():
     for mode, row in RESIDUAL_MODES.items():
         for knob, default in KNOBS.items():
-            value = {int: 2}[type(default)]
+            other = 3 if type(default) is int else True
+            value = next((c for c in model_file.CHOICES.get(knob, ()) if c != default), other)
             if knob in row.knobs:
-                GPTConfig(residual_mode=mode, **{knob: value})
+                GPTConfig(residual_mode=mode, n_head=3, **{knob: value})
             else:
                 with pytest.raises(ValueError, match=f"{knob}=.* has no effect in residual_mode={mode}"):
                     GPTConfig(residual_mode=mode, **{knob: value})
@@ -1293,9 +1766,10 @@ def test_loss_and_data_do_not_depend_on_micro_batches(data, tmp_path):
 
 def test_seeds_and_modes_share_data_and_start(data, tmp_path):
     runs = {mode: run_training(data, tmp_path / mode, residual_mode=mode, max_steps=3) for mode in MODES}
-    for rows in runs.values():
+    for mode, rows in runs.items():
         assert [r["crc"] for r in rows] == [r["crc"] for r in runs["standard"]]
-        assert float(rows[0]["loss"]) == pytest.approx(float(runs["standard"][0]["loss"]), abs=1e-12)
+        if RESIDUAL_MODES[mode].exact_start:
+            assert float(rows[0]["loss"]) == pytest.approx(float(runs["standard"][0]["loss"]), abs=1e-12)
     other = run_training(data, tmp_path / "other", seed=2, max_steps=3)
     assert other[0]["crc"] != runs["standard"][0]["crc"] and other[0]["loss"] != runs["standard"][0]["loss"]
 
@@ -1484,11 +1958,103 @@ def test_eval_command_line(data, tmp_path, capsys):
     for args, message in ((["nothing"], "does not exist"), ([str(data)], "holds no checkpoint"),
                           ([str(tmp_path / "a"), "--data_dir=/nonexistent"], "no data in /nonexistent"),
                           ([str(data / "meta.json")], "not a usable checkpoint"),
-                          ([str(tmp_path / "a"), "--top_k=3"], "no effect without --prompt"),
-                          ([str(tmp_path / "a"), "--prompt=x", "--batch=3"], "no effect with --prompt")):
+                          ([str(tmp_path / "a"), "--top_k=3"], "an effect only with --prompt"),
+                          ([str(tmp_path / "a"), "--prompt=x", "--batch=3"], "an effect only without --prompt")):
         with pytest.raises(SystemExit):
             evaluation.main(args)
         assert message in capsys.readouterr().err
+
+
+def test_divergences():
+    p, q, r = (torch.tensor(v, dtype=torch.float64) for v in ([0.5, 0.5, 0.0], [0.0, 0.0, 1.0], [1 / 3, 1 / 3, 1 / 3]))
+    assert evaluation.entropy(p).item() == pytest.approx(math.log(2)) and evaluation.entropy(q).item() == 0
+    assert evaluation.entropy(r).item() == pytest.approx(math.log(3))
+    assert evaluation.js(p, p).item() == 0 and evaluation.js(p, q).item() == pytest.approx(math.log(2))
+    assert evaluation.js(p, r).item() == evaluation.js(r, p).item() == pytest.approx(
+        (-(5 / 12) * math.log(5 / 12) * 2 - (1 / 6) * math.log(1 / 6)) - (math.log(2) + math.log(3)) / 2)
+
+
+def test_linear_cka():
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(3000, 6, generator=generator, dtype=torch.float64) for _ in range(2))
+    turn = torch.linalg.qr(torch.randn(6, 6, generator=generator, dtype=torch.float64))[0]
+    assert evaluation.linear_cka(x, x) == pytest.approx(1) == evaluation.linear_cka(x, 3 * x @ turn + 5)
+    assert evaluation.linear_cka(x, y) < 0.02 and 0.1 < evaluation.linear_cka(x, x + y) < 0.9
+
+
+def routing_rows(n=6):
+    return np.random.default_rng(0).integers(61, size=(n, 17))
+
+
+@pytest.mark.parametrize("name", [n for n in VARIANTS if hasattr(variant(n).residual, "query")])
+def test_routing_statistics(name):
+    """Against the weights of GPT.depth_weights, token by token; independent of the batch."""
+    model, rows = variant(name), routing_rows()
+    device = torch.device("cpu")
+    found, other = (evaluation.measure_routing(model, rows, n, device, torch.float64) for n in (2, 6))
+    direct = model.depth_weights(torch.from_numpy(rows[:, :-1]))
+    assert [r["route"] for r in found] == [r["route"] for r in direct]
+    for mine, again, r in zip(found, other, direct):
+        w = r["weights"]
+        assert mine["weights"] == pytest.approx(w.mean((1, 2, 3)).tolist())
+        assert mine["weights"] == pytest.approx(again["weights"])
+        assert mine["max"] == pytest.approx(w.amax(0).mean().item()) and mine["max"] >= 1 / len(w)
+        assert mine["entropy"] == pytest.approx(-(w * w.log()).sum(0).mean().item())
+        assert 0 <= mine["entropy_share"] <= 1 and 0 < mine["usage"] <= 1 + 1e-9
+        assert (mine["heads"] > 1e-6) == (model.residual.route_heads > 1)
+    if name == "rd":
+        w = {r["route"]: r["weights"] for r in direct}
+        js = evaluation.js(w["4"], w["4_v"]).mean().item()
+        assert next(r for r in found if r["route"] == "4")["roles"] == pytest.approx(js) and js > 0
+        assert {r["route"] for r in found if "roles" in r} == {"2", "4"}
+
+
+def test_the_probe_of_a_query_without_structure_is_zero():
+    model = make("attnres", randomise=False)
+    for r in evaluation.measure_routing(model, routing_rows(), 3, torch.device("cpu"), torch.float64):
+        assert abs(r["probe"]) < 1e-12 and r["entropy_share"] == pytest.approx(1)
+
+
+def test_rescue_gain():
+    model, rows, device = make("dar_block"), routing_rows(), torch.device("cpu")
+    result = evaluation.measure_histories(model, rows, 6, device, torch.float64)
+    size = len(result["entries"])
+    assert len(result["cka"]) == size == len(result["cka"][0])
+    assert [r["site"] for r in result["rescue"]] == [*range(1, 7)]
+    assert model.residual.retrieve.__func__ is model_file.Dual.retrieve  # the intervention is undone
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(30):  # something to damage
+        gradients(model, torch.from_numpy(rows))
+        optimizer.step()
+    with torch.no_grad():  # only history 0 is read: it rescues everything, the other nothing
+        for name, p in model.residual.gate.items():
+            if name.startswith("a"):
+                p.copy_(torch.tensor([50.0, -50.0]))
+    rescue = evaluation.measure_histories(model, rows, 6, device, torch.float64)["rescue"]
+    harmed = [r for r in rescue if r["rescue"]]
+    assert len(harmed) > 2 and all(r["rescue"] == pytest.approx([1, 0], abs=1e-9) for r in harmed)
+
+
+@pytest.mark.parametrize("mode", ["attnres", "rd", "mhar_block", "dar"])
+def test_routing_report(mode, data, tmp_path, capsys):
+    run_training(data, tmp_path / "a", residual_mode=mode, n_head=2, dtype="float32", max_steps=3)
+    capsys.readouterr()
+    evaluation.main([str(tmp_path / "a"), "--routing", "--windows=6", "--device=cpu"])
+    text = capsys.readouterr().out
+    assert "mlp 1" in text and "weights.png" in text and ("roles:" in text) == (mode == "rd")
+    evaluation.main([str(tmp_path / "a"), "--routing", "--json", "--device=cpu"])
+    result = json.loads(capsys.readouterr().out)
+    assert result["mode"] == mode and ("cka" in result) == (mode == "dar")
+    figures = {p.name for p in (tmp_path / "a/routing").glob("*.png")}
+    extra = {"attnres": {"probe.png"}, "rd": {"roles.png"}, "mhar_block": {"heads.png"}, "dar": {"histories.png"}}[mode]
+    assert {"weights.png", "depth.png"} | extra == figures
+
+
+def test_standard_has_no_routes_to_report(data, tmp_path, capsys):
+    run_training(data, tmp_path / "a", dtype="float32", max_steps=1)
+    with pytest.raises(SystemExit):
+        evaluation.main([str(tmp_path / "a"), "--routing"])
+    assert "residual_mode=standard has no routes to report" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1498,10 +2064,31 @@ def test_eval_command_line(data, tmp_path, capsys):
 def test_readme_tells_the_truth():
     readme = (HERE / "README.md").read_text(encoding="utf-8")
     for name, row in RESIDUAL_MODES.items():
-        assert f"| `{name}` | {row.reads} | {row.stores} | {row.added} | {row.paper} | `{row.cls.__name__}` |" in readme
+        added = row.added.replace("*", "·")
+        expected = f"| `{name}` | {row.reads} | {row.stores} | {added} | {row.paper} | `{row.cls.__name__}` |"
+        assert expected in readme, f"README's table of modes needs this row: {expected}"
     for line in readme.splitlines():  # every train command parses
         if line.strip().startswith(("python train.py", "torchrun")) and "train.py" in line:
             train.load_config(line.split("#")[0].split("train.py")[1].split())
+
+
+def test_the_example_of_a_new_mode(monkeypatch):
+    """README's example, exactly as it is printed, and the identity tests over it."""
+    code, = re.findall(r"```python\n(class .*?)```", (HERE / "README.md").read_text(encoding="utf-8"), re.S)
+    assert len(code.strip().splitlines()) <= 30
+    monkeypatch.setattr(model_file, "RESIDUAL_MODES", dict(RESIDUAL_MODES))
+    exec(code, vars(model_file))
+    monkeypatch.setitem(RESIDUAL_MODES, "sigmoid", model_file.RESIDUAL_MODES["sigmoid"])
+    monkeypatch.setitem(VARIANTS, "sigmoid", ("sigmoid", {}))
+    assert not torch.allclose(make("sigmoid")(tokens())[0], copy_of(make("sigmoid"), "attnres")(tokens())[0], atol=1e-4)
+    for test in (test_every_parameter_gets_its_start_from_the_init_function,
+                 test_modes_of_one_seed_share_all_other_weights,
+                 test_future_tokens_do_not_matter, test_generation_with_a_cache_equals_the_full_forward,
+                 test_remat_gives_the_same_gradients_bit_for_bit, test_the_whole_model_traces_as_one_graph,
+                 test_every_parameter_acts, test_optimizer_groups_are_a_partition, test_thirty_steps_overfit_a_batch,
+                 test_residual_parameters_change_the_function, test_counts_follow_the_formulas):
+        test("sigmoid")
+    test_zero_queries_are_exactly_standard("sigmoid", 1e-2)
 
 
 def test_the_small_print_of_the_code():
@@ -1517,5 +2104,5 @@ def test_the_small_print_of_the_code():
 def inspect_forward():
     import inspect
     source = inspect.getsource(model_file.GPT.forward)
-    assert not any(mode in source for mode in MODES)
+    assert not set(MODES) & set(re.findall(r"\w+", source))
     return len(source.splitlines())
