@@ -19,6 +19,7 @@ Letters. B batch, T time, D width, V vocabulary, L layers, S sources, G depth he
 To add a mode: subclass `Residual` or `AttnRes`, override `read`, `write` or `mix`, and add a row to RESIDUAL_MODES.
 """
 import math
+import warnings
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import NamedTuple
@@ -75,7 +76,6 @@ class GPTConfig:
         require_choice("residual_mode", self.residual_mode, RESIDUAL_MODES)
         for name, choices in CHOICES.items():
             require_choice(name, getattr(self, name), choices)
-        require(self.route_impl != "fused", "route_impl=fused: there is no fused routing yet, use auto or reference")
         for knob in KNOBS:
             users = [name for name, mode in RESIDUAL_MODES.items() if knob in mode.knobs]
             require(self.residual_mode in users or getattr(self, knob) == KNOBS[knob], f"{knob}={getattr(self, knob)} "
@@ -207,10 +207,11 @@ def span(first, last):
 
 class Residual(nn.Module):
     """`standard`: one running sum. x <- x + f(norm(x)).      State: (x,)"""
+    fused = None  # name of its fused form in kernels.py; not inherited, for a subclass may compute something else
 
     def __init__(self, cfg):
         super().__init__()
-        self.eps, self.n_sublayer = cfg.norm_eps, 2 * cfg.n_layer
+        self.eps, self.n_sublayer, self.width = cfg.norm_eps, 2 * cfg.n_layer, cfg.n_embd
 
     def start(self, e):
         """Embedding (B, T, D) -> state, in the compute dtype, so that streams and sources have it in every mode."""
@@ -243,6 +244,8 @@ class AttnRes(Residual):
     one sublayer are the full form. The stream is replaced: only the sources survive. The head has a route of its own.
     To change the weights, override `weights`; to change what zero queries read, `scale`.
     """
+
+    fused = "Chain"
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -296,6 +299,7 @@ class Cumulative(AttnRes):
 
     State: (x_0 .. x_s). Sources overlap, so that zero queries read mostly early sums: this is not the standard start.
     """
+    fused = None
 
     def source_names(self, site):
         return [f"x{s}" for s in range(site + 1)]
@@ -312,6 +316,7 @@ class Delta(AttnRes):
 
     h = x + mix(sources), x <- x + y. State: (x, e, outputs ...). The head reads x.
     """
+    fused = "DeltaChain"
 
     def source_names(self, site):
         return super().source_names(site) if site < self.n_sublayer else []
@@ -346,6 +351,7 @@ class DeltaBlock(Delta):
     state is never a source. Zero queries add a stale mean to x: this is not the standard start. delta_sources=released:
     the recursion of the released code, where source k also holds source k-2.
     """
+    fused = "DeltaChain"
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -369,6 +375,7 @@ class GatedDelta(DeltaBlock):
 
     Gates start at zero, so that a converted model is its base to the last bit; queries and nulls move after the gates.
     """
+    fused = None
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -395,6 +402,7 @@ class RoleDecoupled(AttnRes):
     Both share sources, keys and pre-norm; MLP and head have one route. rd_control: `tied` uses the first route for both
     roles, `average` feeds the mean of both reads to both, `frozen_v` reads the plain mean for values.
     """
+    fused = "Chain"
 
     def __init__(self, cfg):
         self.control = cfg.knob("rd_control")
@@ -444,6 +452,7 @@ class Dual(AttnRes):
     more linear map of the mix, shared by all sites. dynamic_gates adds <norm(context), u> to the logits of a, b and
     rho, u = 0 at the start; the context is the read h_j for a, the output y for b and rho.
     """
+    fused = "DualChain"
     KEYS_VALUES = {"reciprocal": ((1, 0), (0, 1)), "sep_v": ((1, 0), (0, 1)), "self_kv": ((0, 1), (0, 1)),
                    "cross_v": ((0, 1), (1, 0)), "fixed_kv": ((0, 0), (1, 1))}
 
@@ -524,6 +533,7 @@ class HyperConnections(Residual):
     State: the streams, all e at the start; the head reads their mean. Starts: A one-hot at stream s mod n, R the
     identity, b one: `standard`. dynamic_gates: + factor * tanh(norm(H_j) W) on A_j, R_j and b_j, W = 0, factor = 0.01.
     """
+    fused = None
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -586,6 +596,7 @@ class ManifoldHyperConnections(HyperConnections):
     Starts: W = 0, a = 0.01; biases of A +1 at stream s mod n and -1 elsewhere, of R 4 I, of b 0: still `standard`, but
     the streams separate. The mean that the head reads cannot see the last R: there is none.
     """
+    fused = None
 
     def parts(self, site, n, cfg):
         parts = [("A", (n,), (n, n)), ("R", (n, n), (n * n, n)), ("b", (n,), (n, n))]
@@ -767,6 +778,10 @@ class GPT(nn.Module):
         if not cfg.tie_embeddings:
             self.head = nn.Linear(cfg.n_embd, cfg.vocab_size, bias=False)
         self.residual = RESIDUAL_MODES[cfg.residual_mode].cls(cfg)
+        fused, why = self.fused()
+        require(fused or cfg.route_impl != "fused", f"route_impl=fused: {why}; use auto or reference")
+        if not fused and cfg.route_impl == "auto" and getattr(self.residual, "fused", None):  # it or its parent has one
+            warnings.warn(f"{why}: routing runs on the reference, which is slower", stacklevel=2)
         self.init_weights()
 
     @torch.no_grad()
@@ -796,7 +811,8 @@ class GPT(nn.Module):
 
     def trunk(self, idx, cache=None, look=lambda site, state: None):
         """Token ids (B, T) -> normalised input of the head (B, T, D); `look` is shown the state before each read."""
-        residual, state = self.residual, self.residual.start(self.embed(idx))
+        residual = self.router()
+        state = residual.start(self.embed(idx))
         past, dtype = cache.length if cache is not None else 0, at_least_fp32(self.embed.weight.dtype)
         rope = rotary(past, idx.shape[1], self.cfg.head_dim, self.cfg.rope_theta, idx.device, dtype)
         for site, sublayer in enumerate(self.sublayers):
@@ -811,6 +827,28 @@ class GPT(nn.Module):
             cache.length += idx.shape[1]
         look(len(self.sublayers), state)
         return residual.read(len(self.sublayers), state)[0]
+
+    def fused(self):
+        """(what makes the residual's fused form from kernels.py, None), or (None, why it has none)."""
+        cls = type(self.residual)
+        if "fused" not in vars(cls):
+            return None, f"{cls.__name__} does not declare a fused form"
+        if cls.fused is None:
+            return None, f"residual_mode={self.cfg.residual_mode} has no fused form"
+        try:
+            import kernels
+        except ImportError as e:
+            return None, f"kernels.py cannot be imported ({e})"
+        return kernels.chain_for(self.residual)
+
+    def router(self):
+        """What computes the residual in this forward pass: itself, the reference, or its fused form.
+
+        route_impl=auto takes the fused form where there is one, for training; the reference is what can be traced.
+        """
+        impl, wanted = self.cfg.route_impl, torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        chain = self.fused()[0] if impl == "fused" or (impl == "auto" and wanted) else None
+        return chain(self.residual) if chain else self.residual
 
     def logits(self, h):
         """Head: (..., D) -> (..., V), in at least fp32."""

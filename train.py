@@ -352,6 +352,10 @@ def compile_model(model, mode, device, say):
         say(f"warning: torch.compile does not work here, going on without ({str(e).strip().splitlines()[0][:120]})")
         torch._dynamo.reset()
         return "off, no working compiler"
+    if model.cfg.route_impl != "reference" and model.fused()[0]:  # the bank is written in place, which no graph likes
+        for sublayer in model.sublayers:
+            sublayer.compile(dynamic=False)
+        return "on, the sublayers"
     model.compile(dynamic=False)
     return "on"
 
@@ -671,6 +675,8 @@ def introduce(cfg, t, model, data, world, accumulate, say):
     if hasattr(res, "depth_block"):
         say(f"depth: {2 * cfg.n_layer} sublayers in {math.ceil(2 * cfg.n_layer / res.depth_block)} depth blocks of "
             f"{res.depth_block}, {res.route_heads} depth head{'s' * (res.route_heads > 1)}")
+        why = "as asked" if cfg.route_impl == "reference" else model.fused()[1]
+        say(f"routing: {f'reference ({why})' if why else 'fused'}")
     say(f"data: {t.data_dir}, {data.total:,} train tokens{'' if data.checked else ', checksums not compared'}; "
         f"{t.max_steps:,} steps use {budget:,}, {budget / (data.windows * cfg.seq_len):.2f} epochs")
     say(f"step: {t.tokens_per_step:,} tokens = {t.micro_batch} sequences x {cfg.seq_len} tokens x {world} "

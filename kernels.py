@@ -1,0 +1,1185 @@
+"""Fused routing: the attention over depth of model.py for a few extra passes over memory.
+
+The reference in model.py leaves the gradients to autograd, where each read writes one for each of its sources. Here
+they are *pulled*: the gradient of a source is computed once, when its own sublayer is about to run backward, from the
+input gradients dh of all the sites that read it. All sources of a forward pass lie in one tensor, the bank, and dh of a
+site takes the place of a source that no one needs any more.
+
+    score   new source      raw_iu = <q_u, s_i> for all later reads u     rho_i = (mean(s_i^2) + eps)^-1/2
+    mix     read            alpha_iu = softmax_i(rho_i raw_iu)            h_u = share sum_i alpha_iu v_i + factor added
+                                                                          x_u = r_u h_u, r_u = (mean(h_u^2) + eps)^-1/2
+    own     read, backward  dh_u = r_u (dx_u - x_u mean(dx_u x_u))        delta_u = <dh_u, x_u / r_u - factor added>
+    pull    source, backw.  c_iu = alpha_iu (share <dh_u, v_i> - delta_u)
+                            dv_i = sum_u share alpha_iu dh_u              dq_u = sum_i rho_i c_iu s_i
+                            dk_i = rho_i sum_u c_iu q_u - (rho_i^3 / D) (sum_u c_iu raw_iu) s_i
+
+A query is a parameter, so that the logits of a source at all later sites are known when it is made, by one small matrix
+product; the read itself is then a weighted sum. i numbers sources and u reads: a site has one read, an attention site
+of `rd` two. With depth heads all but rho and r is per head. Keys s are values v but in `dar`, where share and factor
+are its gates a_1, a_0 and `added` the read of the other history; in `delta` `added` is the stream. Neither h nor
+normalised keys nor alpha are kept for the backward pass.
+
+Two phases: `chunk` consecutive sites share one pass over the sources that were finished before the first of them, and
+`chunk` consecutive sources one pass over dh of the sites behind the last of them. A site with N sources costs about
+N / chunk + chunk / 2 planes forward and as many backward; see `python kernels.py --model`.
+
+Letters. M = B*T rows, D width, G depth heads, K = D/G, P planes; S sublayers in a depth block, T the last site; column
+k: number of a source among those of its site. A plane is one (M, D) tensor of a bank.
+
+    python kernels.py [--quick] [--json]     benchmark of this device
+    python kernels.py --model                bytes moved per site
+"""
+from __future__ import annotations  # kernels are defined also where there is no Triton
+
+import functools
+import json
+import math
+import sys
+import time
+import warnings
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from model import GPT, RESIDUAL_MODES, GPTConfig, at_least_fp32, mean_of_squares
+
+try:
+    import triton
+    import triton.language as tl
+    jit = triton.jit
+except ImportError:
+    triton, jit = None, lambda function=None, **options: function or jit
+
+# ---------------------------------------------------------------------------------------------------------------------
+# PyTorch back end. Every pass has a twin with the same signature in the Triton back end below.
+
+
+def grouped(x, G):
+    return x.unflatten(-1, (G, -1))
+
+
+def rows_of(planes, n_rows, device):
+    """Row numbers (n_rows, len(planes)) of the same row in several planes of a bank seen as (planes * n_rows, K)."""
+    return torch.tensor(planes, device=device) * n_rows + torch.arange(n_rows, device=device).unsqueeze(1)
+
+
+def has_sparse_kernels(bank):
+    return bank.device.type == "cpu" and bank.dtype in (torch.float32, torch.float64)
+
+
+with warnings.catch_warnings():  # PyTorch says once in a process that sparse tensors are young
+    warnings.simplefilter("ignore")
+    torch.sparse_csr_tensor([0, 0], [], [], (1, 1), check_invariants=False)
+
+
+def weighted_sum(bank, planes, w):
+    """sum_n w[n] bank[planes[n]]: bank (P, M, D), w (n, M, G) -> (M, D) in w's dtype."""
+    (_, M, D), G = bank.shape, w.shape[-1]
+    if has_sparse_kernels(bank) and planes:  # a bag of embeddings per row and head: one pass, summed in registers
+        rows = rows_of(planes, M * G, bank.device)
+        return F.embedding_bag(rows, bank.view(-1, D // G), mode="sum",
+                               per_sample_weights=w.view(len(planes), -1).t().contiguous()).view(M, D)
+    out = torch.zeros(M, G, D // G, dtype=w.dtype, device=bank.device)
+    for w_n, p in zip(w, planes):
+        out.addcmul_(grouped(bank[p], G).to(w.dtype), w_n.unsqueeze(-1))
+    return out.view(M, D)
+
+
+def row_dots(bank, planes, x, G):
+    """<bank[planes[n]], x> per row and head: bank (P, M, D), x (M, D) in at least fp32 -> (n, M, G)."""
+    (_, M, D), n = bank.shape, len(planes)
+    if has_sparse_kernels(bank):  # a product sampled where a row meets itself, also one pass without a temporary
+        rows, ends = rows_of(planes, M * G, bank.device), torch.arange(0, M * G * n + 1, n, device=bank.device)
+        at = torch.sparse_csr_tensor(ends, rows.flatten(), x.new_zeros(M * G * n), (M * G, bank.shape[0] * M * G),
+                                     check_invariants=False)
+        dots = torch.sparse.sampled_addmm(at, x.view(-1, D // G), bank.view(-1, D // G).t(), beta=0.0)
+        return dots.values().view(M, G, n).permute(2, 0, 1)
+    return torch.stack([(grouped(bank[p], G).to(x.dtype) * grouped(x, G)).sum(-1) for p in planes])
+
+
+def norm_backward(x, scale, dx):
+    """Gradient of h where x = scale * h, scale = (mean(h^2) + eps)^-1/2; x and dx (M, D), in scale's dtype."""
+    x, dx = x.to(scale.dtype), dx.to(scale.dtype)
+    return torch.addcmul(dx, x, (dx * x).sum(-1, keepdim=True), value=-1 / x.shape[-1]).mul_(scale)
+
+
+class Torch:
+    """The passes in plain PyTorch, for every device. `r` is a Route, `t` the site that looks at its columns."""
+
+    @staticmethod
+    def score(r, k, t, reads, eps, y=None, below=None):
+        """Column k = y (+ plane `below`) -> its rho, and its logits (but for the factor rho) at `reads`."""
+        plane, G = r.plane(k, t), r.G
+        if below is not None:
+            torch.add(r.keys[below], y, out=r.keys[plane])
+        elif y is not None:
+            r.keys[plane] = y
+        s = r.keys[plane].to(r.raw.dtype)
+        r.rho[plane] = torch.rsqrt(mean_of_squares(s) + eps).squeeze(-1)
+        q, at = r.q[reads.start:reads.stop], r.at(reads, k)
+        r.raw[at] = (q @ s.t()).unsqueeze(-1) if G == 1 else torch.einsum("mgk,ngk->nmg", grouped(s, G), grouped(q, G))
+
+    @staticmethod
+    def mix(r, reads, t, lo, hi, carries=None, final=None):
+        """Reads of columns lo .. hi-1, each on top of a carry, the normalised read of the columns below. Sets lse.
+
+        Returns h (M, D) for every read; with final=(added, factor, eps) the pair x (M, D) and scale r (M, 1).
+        """
+        planes, out = [r.plane(k, t) for k in range(lo, hi)], []
+        for j, u in enumerate(reads):
+            z = r.raw[r.offset[u] + lo:r.offset[u] + hi] * r.rho[planes].unsqueeze(-1)
+            below = r.lse[u:u + 1].clone() if carries else z[:0]
+            r.lse[u] = lse = torch.cat([below, z]).logsumexp(0)
+            h = weighted_sum(r.values, planes, (z - lse).exp())
+            if carries:
+                h += (grouped(carries[j], r.G) * (below[0] - lse).exp().unsqueeze(-1)).flatten(-2)
+            if final is not None:
+                added, factor, eps = final
+                if r.share is not None:
+                    h *= r.share[u]
+                if added is not None:
+                    h += added if factor is None else added * factor[u]
+                scale = torch.rsqrt(mean_of_squares(h) + eps)
+                h = (h.mul_(scale).to(r.values.dtype), scale)
+            out.append(h)
+        return out
+
+    @staticmethod
+    def own(r, u, x, scale, dx, added, factor):
+        """Gradient dx of read u's output x -> dh and delta; returns <dh, factor * added> per row and head."""
+        r.grads[u + 1] = norm_backward(x, scale, dx)
+        dh = grouped(r.grads[u + 1].to(scale.dtype), r.G)  # rounded once, and used as rounded everywhere
+        r.delta[u] = (dh * grouped(x, r.G)).sum(-1).div_(scale)
+        if added is None:
+            return None
+        part = (dh * grouped(added, r.G)).sum(-1)
+        part = part if factor is None else part * factor[u]
+        r.delta[u] -= part
+        return part
+
+    @staticmethod
+    def pull(r, columns, t, reads, carries=None):
+        """Gradients of sources through `reads`, on top of carries; adds to dq.
+
+        Returns a (dv, dk) for each, as a value and as a key; where keys are values, dv has both and dk is None.
+        """
+        out, u, dh = [], slice(reads.start, reads.stop), range(reads.start + 1, reads.stop + 1)
+        for j, k in enumerate(columns):
+            plane = r.plane(k, t)
+            raw, rho = r.raw[r.at(reads, k)], r.rho[plane].unsqueeze(-1)
+            alpha = (raw * rho - r.lse[u]).exp()
+            w = alpha if r.share is None else alpha * r.share[u].unsqueeze(-1)
+            c = w * row_dots(r.grads, dh, r.values[plane].to(w.dtype), r.G) - alpha * r.delta[u]
+            dv, s, c_rho = weighted_sum(r.grads, dh, w), r.keys[plane].to(w.dtype), c * rho
+            dk = dv if r.keys is r.values else torch.zeros_like(dv)
+            if r.G == 1:
+                dk.addmm_(c_rho.squeeze(-1).t(), r.q[u])
+                r.dq[u].addmm_(c_rho.squeeze(-1), s)
+            else:
+                dk += torch.einsum("nmg,ngk->mgk", c_rho, grouped(r.q[u], r.G)).flatten(-2)
+                r.dq[u] += torch.einsum("nmg,mgk->ngk", c_rho, grouped(s, r.G)).flatten(-2)
+            dk.addcmul_(s, (c * raw).sum((0, 2)).unsqueeze(-1) * rho**3, value=-1 / s.shape[-1])
+            pair = dv, None if dk is dv else dk
+            out.append(pair if carries is None else add(pair, carries[j]))
+        return out
+
+
+def add(a, b):
+    """Sum of two tuples of gradients, None where there is none."""
+    return a if b is None else tuple(x if y is None else y if x is None else x + y for x, y in zip(a, b))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Triton back end. p_ pointer, b_ value in registers, o_ offsets, m_ mask. A program of mix, own and pull is one row of
+# the planes, a tile (GP, KP) of heads by channels, both rounded up to powers of two: registers that are masked out as a
+# whole are deleted by the compiler, so that a width costs what its next multiple of 256 * warps costs.
+
+
+@jit
+def plane_of(k, t, STEP: tl.constexpr, PAIRS: tl.constexpr):
+    """Chain.plane: slot min(k STEP, t), plus one plane for each attention site with two reads below it."""
+    slot = tl.minimum(k * STEP, t)
+    return tl.cast(slot + PAIRS * (tl.maximum(slot - 1, 0) // 2), tl.int64)
+
+
+@jit(do_not_specialize=["plane", "below", "k", "u0", "u1"])
+def score_kernel(p_y, p_keys, p_q_hi, p_q_lo, p_raw, p_offset, p_rho, plane, below, k, u0, u1, M, eps,
+                 D: tl.constexpr, G: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BU: tl.constexpr,
+                 WRITE: tl.constexpr, BELOW: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr):
+    """Program (i, j): BM rows, BU reads. keys[plane] = y (+ keys[below]); raw = <q, key>; rho = 1 / rms(key).
+
+    Queries in two bf16 parts (SPLIT): exact products, accumulated in fp32, on the tensor cores.
+    """
+    K: tl.constexpr = D // G
+    o_m = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    m_m = o_m < M
+    o_u = u0 + tl.program_id(1) * BU + tl.arange(0, BU)
+    m_u = o_u < u1
+    p_new = p_keys + tl.cast(plane, tl.int64) * M * D
+    p_old = p_keys + tl.cast(below, tl.int64) * M * D
+    o_raw = (tl.load(p_offset + o_u, mask=m_u, other=0) + k).to(tl.int64)
+    b_squares = tl.zeros([BM], tl.float32)
+    for g in range(G):
+        b_acc = tl.zeros([BM, BU], tl.float32)
+        for c in range(0, K, BK):
+            o_c = c + tl.arange(0, BK)
+            m_c = o_c < K
+            m_x = m_m[:, None] & m_c[None, :]
+            o_x = o_m[:, None] * D + g * K + o_c[None, :]
+            if WRITE:
+                b_x = tl.load(p_y + o_x, mask=m_x, other=0.0)
+                if BELOW:
+                    b_x = (b_x.to(tl.float32) + tl.load(p_old + o_x, mask=m_x, other=0.0).to(tl.float32)).to(b_x.dtype)
+                if tl.program_id(1) == 0:
+                    tl.store(p_new + o_x, b_x, mask=m_x)
+            else:
+                b_x = tl.load(p_new + o_x, mask=m_x, other=0.0)
+            b_x32 = b_x.to(tl.float32)
+            b_squares += tl.sum(b_x32 * b_x32, axis=1)
+            o_q = o_u[None, :] * D + g * K + o_c[:, None]
+            m_q = m_u[None, :] & m_c[:, None]
+            b_q = tl.load(p_q_hi + o_q, mask=m_q, other=0.0)
+            if UPCAST:  # the interpreter keeps bf16 as integers and would multiply those
+                b_acc = tl.dot(b_x32, b_q.to(tl.float32), b_acc, input_precision="ieee")
+            else:
+                b_acc = tl.dot(b_x, b_q, b_acc, input_precision="ieee")
+            if SPLIT:
+                b_q = tl.load(p_q_lo + o_q, mask=m_q, other=0.0)
+                if UPCAST:
+                    b_acc = tl.dot(b_x32, b_q.to(tl.float32), b_acc, input_precision="ieee")
+                else:
+                    b_acc = tl.dot(b_x, b_q, b_acc, input_precision="ieee")
+        tl.store(p_raw + (o_raw[None, :] * M + o_m[:, None]) * G + g, b_acc, mask=m_m[:, None] & m_u[None, :])
+    if tl.program_id(1) == 0:
+        tl.store(p_rho + tl.cast(plane, tl.int64) * M + o_m, tl.rsqrt(b_squares / D + eps), mask=m_m)
+
+
+@jit(do_not_specialize=["u", "t", "lo", "hi"])
+def mix_kernel(p_values, p_raw, p_offset, p_rho, p_lse, p_carry, p_out, p_scale, p_added, p_factor, p_share,
+               u, t, lo, hi, M, eps, D: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, KP: tl.constexpr,
+               NP: tl.constexpr, S: tl.constexpr, STEP: tl.constexpr, PAIRS: tl.constexpr, CARRY: tl.constexpr,
+               FINAL: tl.constexpr, ADDED: tl.constexpr, FACTOR: tl.constexpr, SHARE: tl.constexpr,
+               UNROLL: tl.constexpr):
+    """Reads u .. u+S-1 of row m share one pass over columns lo .. hi-1. The softmax's denominators come first, so that
+    the loop has no reduction and no rescaling."""
+    K: tl.constexpr = D // G
+    m = tl.program_id(0).to(tl.int64)
+    o_g, o_c = tl.arange(0, GP), tl.arange(0, KP)
+    m_g = o_g < G
+    m_x = m_g[:, None] & (o_c < K)[None, :]
+    o_x = m * D + o_g[:, None] * K + o_c[None, :]
+    o_n = tl.arange(0, NP)
+    m_n = o_n < hi - lo
+    b_rho = tl.load(p_rho + plane_of(lo + o_n, t, STEP, PAIRS) * M + m, mask=m_n, other=0.0)
+    accs, lses, raws = (), (), ()
+    for s in tl.static_range(S):
+        p_row = p_raw + (tl.load(p_offset + u + s).to(tl.int64) * M + m) * G
+        b_raws = tl.load(p_row + tl.cast(lo + o_n, tl.int64)[:, None] * M * G + o_g[None, :],
+                         mask=m_n[:, None] & m_g[None, :], other=0.0)
+        b_z = tl.where(m_n[:, None], b_raws * b_rho[:, None], float("-inf"))
+        b_max = tl.max(b_z, axis=0)
+        if CARRY:
+            b_old = tl.load(p_lse + (tl.cast(u + s, tl.int64) * M + m) * G + o_g, mask=m_g, other=0.0)
+            b_max = tl.maximum(b_max, b_old)
+            b_lse = b_max + tl.log(tl.sum(tl.exp(b_z - b_max[None, :]), axis=0) + tl.exp(b_old - b_max))
+            b_acc = tl.load(p_carry + s * M.to(tl.int64) * D + o_x, mask=m_x, other=0.0).to(tl.float32)
+            b_acc = b_acc * tl.exp(b_old - b_lse)[:, None]
+        else:
+            b_lse = b_max + tl.log(tl.sum(tl.exp(b_z - b_max[None, :]), axis=0))
+            b_acc = tl.zeros([GP, KP], tl.float32)
+        accs, lses, raws = accs + (b_acc,), lses + (b_lse,), raws + (p_row,)
+    for n in tl.range(lo, hi, loop_unroll_factor=UNROLL):
+        plane = plane_of(n, t, STEP, PAIRS)
+        b_v = tl.load(p_values + plane * M * D + o_x, mask=m_x, other=0.0).to(tl.float32)
+        b_r = tl.load(p_rho + plane * M + m)
+        new = ()
+        for s in tl.static_range(S):
+            b_raw = tl.load(raws[s] + tl.cast(n, tl.int64) * M * G + o_g, mask=m_g, other=0.0)
+            new = new + (accs[s] + tl.exp(b_raw * b_r - lses[s])[:, None] * b_v,)
+        accs = new
+    for s in tl.static_range(S):
+        tl.store(p_lse + (tl.cast(u + s, tl.int64) * M + m) * G + o_g, lses[s], mask=m_g)
+        b_h = accs[s]
+        if FINAL:
+            if SHARE:
+                b_h = b_h * tl.load(p_share + u + s)
+            if ADDED:
+                b_added = tl.load(p_added + o_x, mask=m_x, other=0.0).to(tl.float32)
+                b_h += b_added * tl.load(p_factor + u + s) if FACTOR else b_added
+            b_square = tl.sum(tl.sum(tl.where(m_x, b_h * b_h, 0.0), axis=1), axis=0)
+            b_scale = tl.rsqrt(b_square / D + eps)
+            tl.store(p_scale + s * M.to(tl.int64) + m, b_scale)
+            b_h = b_h * b_scale
+        tl.store(p_out + s * M.to(tl.int64) * D + o_x, b_h.to(p_out.dtype.element_ty), mask=m_x)
+
+
+@jit
+def own_kernel(p_dx, p_x, p_scale, p_dh, p_delta, p_added, p_factor, p_part, M,
+               D: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, KP: tl.constexpr, ADDED: tl.constexpr,
+               FACTOR: tl.constexpr):
+    """dx -> dh, rounded once and used as rounded, and delta = <dh, x / scale - factor * added> per head."""
+    K: tl.constexpr = D // G
+    m = tl.program_id(0).to(tl.int64)
+    o_g, o_c = tl.arange(0, GP), tl.arange(0, KP)
+    m_g = o_g < G
+    m_x = m_g[:, None] & (o_c < K)[None, :]
+    o_x = m * D + o_g[:, None] * K + o_c[None, :]
+    b_dx = tl.load(p_dx + o_x, mask=m_x, other=0.0).to(tl.float32)
+    b_x = tl.load(p_x + o_x, mask=m_x, other=0.0).to(tl.float32)
+    b_scale = tl.load(p_scale + m)
+    b_mean = tl.sum(tl.sum(b_dx * b_x, axis=1), axis=0) / D
+    b_dh = (b_scale * (b_dx - b_x * b_mean)).to(p_dh.dtype.element_ty)
+    tl.store(p_dh + o_x, b_dh, mask=m_x)
+    b_dh = b_dh.to(tl.float32)
+    b_delta = tl.sum(b_dh * b_x, axis=1) / b_scale
+    if ADDED:
+        b_part = tl.sum(b_dh * tl.load(p_added + o_x, mask=m_x, other=0.0).to(tl.float32), axis=1)
+        if FACTOR:
+            b_part = b_part * tl.load(p_factor)
+        tl.store(p_part + m * G + o_g, b_part, mask=m_g)
+        b_delta = b_delta - b_part
+    tl.store(p_delta + m * G + o_g, b_delta, mask=m_g)
+
+
+@jit(do_not_specialize=["k", "t", "u0", "u1"])
+def pull_kernel(p_values, p_keys, p_dh, p_raw, p_offset, p_rho, p_lse, p_delta, p_q, p_share, p_carry_v, p_carry_k,
+                p_dv, p_dk, p_c, k, t, u0, u1, M,
+                D: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, KP: tl.constexpr, S: tl.constexpr,
+                STEP: tl.constexpr, PAIRS: tl.constexpr, KEYED: tl.constexpr, CARRY_V: tl.constexpr,
+                CARRY_K: tl.constexpr, SHARE: tl.constexpr, UNROLL: tl.constexpr):
+    """Columns k .. k+S-1 of row m share one pass over the dh of reads u0 .. u1-1. Writes dv, dk (keys that are not
+    values) and c = rho c, the weights of the GEMM that makes dq."""
+    K: tl.constexpr = D // G
+    m = tl.program_id(0).to(tl.int64)
+    o_g, o_c = tl.arange(0, GP), tl.arange(0, KP)
+    m_g = o_g < G
+    m_x = m_g[:, None] & (o_c < K)[None, :]
+    o_row = o_g[:, None] * K + o_c[None, :]
+    o_x = m * D + o_row
+    values, keys, rhos, dvs, dks, sums = (), (), (), (), (), ()
+    for s in tl.static_range(S):
+        plane = plane_of(k + s, t, STEP, PAIRS)
+        values = values + (tl.load(p_values + plane * M * D + o_x, mask=m_x, other=0.0),)
+        if KEYED:
+            keys = keys + (tl.load(p_keys + plane * M * D + o_x, mask=m_x, other=0.0),)
+        rhos = rhos + (tl.load(p_rho + plane * M + m),)
+        if CARRY_V:
+            dvs = dvs + (tl.load(p_carry_v + o_x, mask=m_x, other=0.0).to(tl.float32),)
+        else:
+            dvs = dvs + (tl.zeros([GP, KP], tl.float32),)
+        if KEYED:
+            if CARRY_K:
+                dks = dks + (tl.load(p_carry_k + o_x, mask=m_x, other=0.0).to(tl.float32),)
+            else:
+                dks = dks + (tl.zeros([GP, KP], tl.float32),)
+        sums = sums + (0.0,)
+    for u in tl.range(u0, u1, loop_unroll_factor=UNROLL):
+        o_u = (tl.cast(u, tl.int64) * M + m) * G + o_g
+        p_row = p_raw + (tl.load(p_offset + u) + k).to(tl.int64) * M * G + m * G + o_g
+        b_dh = tl.load(p_dh + tl.cast(u + 1, tl.int64) * M * D + o_x, mask=m_x, other=0.0).to(tl.float32)
+        b_q = tl.load(p_q + u * D + o_row, mask=m_x, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        b_lse = tl.load(p_lse + o_u, mask=m_g, other=0.0)
+        b_delta = tl.load(p_delta + o_u, mask=m_g, other=0.0)
+        new_v, new_k, new_s = (), (), ()
+        for s in tl.static_range(S):
+            b_raw = tl.load(p_row + tl.cast(s, tl.int64) * M * G, mask=m_g, other=0.0)
+            b_alpha = tl.where(m_g, tl.exp(b_raw * rhos[s] - b_lse), 0.0)
+            b_w = b_alpha * tl.load(p_share + u) if SHARE else b_alpha
+            b_c = b_w * tl.sum(b_dh * values[s].to(tl.float32), axis=1) - b_alpha * b_delta
+            b_c_rho = b_c * rhos[s]
+            o_c_out = (tl.cast(s * (u1 - u0) + u - u0, tl.int64) * M + m) * G + o_g
+            tl.store(p_c + o_c_out, b_c_rho.to(p_c.dtype.element_ty), mask=m_g)
+            if KEYED:
+                new_v = new_v + (dvs[s] + b_w[:, None] * b_dh,)
+                new_k = new_k + (dks[s] + b_c_rho[:, None] * b_q,)
+            else:
+                new_v = new_v + (dvs[s] + b_w[:, None] * b_dh + b_c_rho[:, None] * b_q,)
+            new_s = new_s + (sums[s] + tl.sum(b_c * b_raw, axis=0),)
+        dvs, dks, sums = new_v, new_k, new_s
+    for s in tl.static_range(S):
+        b_norm = sums[s] * rhos[s] * rhos[s] * rhos[s] / D
+        o_out = s * M.to(tl.int64) * D + o_x
+        if KEYED:
+            tl.store(p_dk + o_out, (dks[s] - b_norm * keys[s].to(tl.float32)).to(p_dk.dtype.element_ty), mask=m_x)
+            tl.store(p_dv + o_out, dvs[s].to(p_dv.dtype.element_ty), mask=m_x)
+        else:
+            b_dv = dvs[s] - b_norm * values[s].to(tl.float32)
+            tl.store(p_dv + o_out, b_dv.to(p_dv.dtype.element_ty), mask=m_x)
+
+
+@functools.lru_cache(maxsize=64)
+def table(numbers, device):
+    return torch.tensor(numbers, dtype=torch.int32, device=device)
+
+
+def power_of_2(n):
+    return 1 << (n - 1).bit_length()
+
+
+def n_warps(n_shared, G, D):
+    """Launch table, from the registers that ahead-of-time compilation shows: no spill, few reductions across warps."""
+    return 4 if n_shared > 2 else 1 if n_shared == 1 and G == 1 and D <= 1024 else 2
+
+
+class Triton:
+    """The passes as Triton kernels; same signatures and results as `Torch`."""
+
+    @staticmethod
+    def tile(r):
+        D = r.values.shape[-1]
+        return dict(D=D, G=r.G, GP=power_of_2(r.G), KP=power_of_2(D // r.G))
+
+    @staticmethod
+    def score(r, k, t, reads, eps, y=None, below=None):
+        plane, (_, M, D), device = r.plane(k, t), r.keys.shape, r.keys.device
+        BU = min(64, max(16, power_of_2(max(1, len(reads)))))
+        K, BM = D // r.G, 64 if device.type == "cuda" else 16
+        grid = triton.cdiv(M, BM), max(1, triton.cdiv(len(reads), BU))
+        score_kernel[grid](r.keys if y is None else y, r.keys, *r.split, r.raw, table(r.offset, device), r.rho, plane,
+                           plane if below is None else below, k, reads.start, reads.stop, M, eps, D=D, G=r.G, BM=BM,
+                           BK=min(64, max(16, power_of_2(K))), BU=BU, WRITE=y is not None, BELOW=below is not None,
+                           SPLIT=r.keys.dtype == torch.bfloat16, UPCAST=device.type != "cuda", num_warps=4)
+
+    @staticmethod
+    def mix(r, reads, t, lo, hi, carries=None, final=None):
+        (_, M, D), n, device = r.values.shape, len(reads), r.values.device
+        added, factor, eps = final or (None, None, 0.0)
+        out, scale = torch.empty(n, M, D, dtype=r.values.dtype, device=device), torch.empty(n, M, 1, device=device)
+        mix_kernel[M,](r.values, r.raw, table(r.offset, device), r.rho, r.lse, carries[0] if carries else out, out,
+                       scale, out if added is None else added, r.rho if factor is None else factor,
+                       r.rho if r.share is None else r.share, reads.start, r.cap(t), lo, hi, M, eps, **Triton.tile(r),
+                       NP=power_of_2(max(1, hi - lo)), S=n, STEP=r.step, PAIRS=r.pairs, CARRY=carries is not None,
+                       FINAL=final is not None, ADDED=added is not None, FACTOR=factor is not None,
+                       SHARE=r.share is not None, UNROLL=4 if n == 1 else 1, num_warps=n_warps(n, r.G, D))
+        return list(zip(out, scale)) if final else list(out)
+
+    @staticmethod
+    def own(r, u, x, scale, dx, added, factor):
+        M, D = x.shape
+        part = None if added is None else torch.empty(M, r.G, device=x.device)
+        own_kernel[M,](dx, x, scale, r.grads[u + 1], r.delta[u], x if added is None else added,
+                       r.rho if factor is None else factor[u:], r.rho if part is None else part, M, **Triton.tile(r),
+                       ADDED=added is not None, FACTOR=factor is not None, num_warps=n_warps(1, r.G, D))
+        return part
+
+    @staticmethod
+    def pull(r, columns, t, reads, carries=None):
+        (_, M, D), n, u, device = r.values.shape, len(columns), len(reads), r.values.device
+        keyed = r.keys is not r.values
+        new = lambda *shape: torch.empty(shape, dtype=r.values.dtype, device=device)  # noqa: E731
+        dv, c = new(n, M, D), new(n, u, M, r.G)
+        dk = new(n, M, D) if keyed else dv
+        carry_v, carry_k = (carries[0] if carries else None) or (None, None)
+        pull_kernel[M,](r.values, r.keys, r.grads, r.raw, table(r.offset, device), r.rho, r.lse, r.delta, r.split[0],
+                        r.rho if r.share is None else r.share, dv if carry_v is None else carry_v,
+                        dv if carry_k is None else carry_k, dv, dk, c, columns[0], r.cap(t), reads.start, reads.stop, M,
+                        **Triton.tile(r), S=n, STEP=r.step, PAIRS=r.pairs, KEYED=keyed, CARRY_V=carry_v is not None,
+                        CARRY_K=carry_k is not None, SHARE=r.share is not None, UNROLL=1,
+                        num_warps=n_warps(n + (r.G > 1 or keyed), r.G, D))
+        for j, k in enumerate(columns):  # no atomics, no partial sums per row: one GEMM
+            s = grouped(r.keys[r.plane(k, t)], r.G).transpose(0, 1)  # (G, M, K)
+            dq = gemm(c[j].permute(2, 0, 1), s)  # (G, reads, K)
+            r.dq[reads.start:reads.stop] += dq.transpose(0, 1).flatten(-2)
+        return [(dv[j], dk[j] if keyed else None) for j in range(n)]
+
+
+def gemm(a, b):
+    """Batched product of bf16 or fp32 matrices, accumulated and returned in fp32."""
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.bmm(a, b, out_dtype=torch.float32)
+    return a.to(torch.float32) @ b.to(torch.float32)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The chain: what autograd sees, and what the bank keeps
+
+
+SPARE = []  # banks of finished backward passes
+
+
+def new_bank(planes, e):
+    """A bank for sources like e (M, D). On CPU one that was used before, if there is: to touch fresh memory for the
+    first time costs more than all the writing of a forward pass."""
+    for i, bank in enumerate(SPARE):
+        if bank.shape == (planes, *e.shape) and bank.dtype == e.dtype:
+            return SPARE.pop(i)
+    return e.new_empty(planes, *e.shape)
+
+
+class Route:
+    """One route of every site: its queries, logits and softmax statistics, and where its sources and dh lie.
+
+    values, keys (P, M, D) planes of sources; grads: plane u + 1 is dh of read u; q, dq (U, D); raw (pairs, M, G);
+    rho (P, M); lse, delta (U, M, G); share (U, 1): factor of this route in what its sites read, None for 1.
+    """
+
+    def __init__(self, chain, values, keys, grads, share=None):
+        (P, M, D), dtype, G = values.shape, at_least_fp32(values.dtype), chain.G
+        empty = lambda *shape: torch.empty(shape, dtype=dtype, device=values.device)  # noqa: E731
+        self.values, self.keys, self.grads, self.share, self.G = values, keys, grads, share, G
+        self.plane, self.cap, self.step, self.pairs = chain.plane, chain.cap, chain.step, chain.pairs
+        self.offset = tuple(chain.offset)
+        self.raw, self.rho, self.lse, self.delta = empty(chain.offset[-1], M, G), empty(P, M), *empty(2, chain.U, M, G)
+        self.q, self.dq = torch.zeros(2, chain.U, D, dtype=dtype, device=values.device)
+
+    @functools.cached_property
+    def split(self):
+        """The queries in two parts of the bank's precision."""
+        high = self.q.to(self.keys.dtype)
+        return high, (self.q - high).to(self.keys.dtype)
+
+    def at(self, reads, k):
+        """Where raw has column k of some reads."""
+        return [self.offset[u] + k for u in reads]
+
+
+class Open(torch.autograd.Function):
+    """The embedding enters. Its backward runs last and returns the gradients of the residual parameters."""
+
+    @staticmethod
+    def forward(ctx, chain, e, *params):
+        ctx.chain = chain
+        chain.settle(e)
+        chain.allocate(e.detach().flatten(0, -2), dict(zip(chain.names, params)))
+        return e.view_as(e)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, de):
+        return None, de, *ctx.chain.close()
+
+
+class Site(torch.autograd.Function):
+    """The newest source enters, what site t reads leaves. Older sources are not edges of the graph: their gradients
+    reach them through the bank, so that the graph stays a chain and autograd never adds up gradients of sources."""
+
+    @staticmethod
+    def forward(ctx, chain, t, y):
+        with torch.autocast(y.device.type, enabled=False):
+            read = chain.forward(t, y.detach().flatten(0, -2))
+        xs = [x.view(y.shape) for x, _ in read]
+        ctx.chain, ctx.t = chain, t
+        ctx.save_for_backward(*xs, *[scale for _, scale in read])
+        return tuple(xs) if len(xs) > 1 else xs[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *dxs):
+        chain, saved, n = ctx.chain, ctx.saved_tensors, len(dxs)
+        chain.turn(ctx.t)
+        with torch.autocast(dxs[0].device.type, enabled=False):
+            dy = chain.backward(ctx.t, [(x.flatten(0, -2), scale, dx.contiguous().flatten(0, -2))
+                                        for x, scale, dx in zip(saved[:n], saved[n:], dxs)])
+        return None, None, dy.to(saved[0].dtype).view_as(saved[0])
+
+
+class Chain:
+    """One forward pass and its backward, with the interface of a Residual; the state is the newest source alone.
+
+    This class is attnres, attnres_block, mhar, mhar_block and rd. Slot t of the bank is what site t finds new: the last
+    output, or the open depth block with it. Column k of site t is slot min(k S, t); for S = 1 that is every slot. A
+    slot lies at the number of its site's first read; dh of read u lies at u + 1, whose owner is dead by then.
+    """
+
+    def __init__(self, residual, ops=None, chunk=0):
+        self.residual, self.ops, self.chunk = residual, ops, chunk  # None and 0: what suits the device
+        self.S, self.G, self.T, self.eps = residual.depth_block, residual.route_heads, residual.n_sublayer, residual.eps
+        self.names = [name for name, _ in residual.named_parameters()]
+        self.first, self.offset = [0], [0]  # first read of each site; where raw has the logits of each read
+        for t in range(self.T + 1):
+            n = len(self.routes(t))
+            self.first.append(self.first[-1] + n)
+            self.offset += [self.offset[-1] + (j + 1) * self.columns(t) for j in range(n)]
+        self.U, self.next = self.first[-1], self.T
+        self.step, self.pairs = self.S, int(self.U > self.T + 1)  # `plane` for the kernels
+
+    def routes(self, t):
+        """Names of the queries of site t, one for each of its reads."""
+        return [str(t), f"{t}_v"] if f"{t}_v" in self.residual.query else [str(t)]
+
+    def reads(self, first, last):
+        """The reads of sites first .. last."""
+        return range(self.first[first], self.first[last + 1])
+
+    def columns(self, t):
+        """Number of sources of site t."""
+        return self.newest(t) + 1
+
+    def newest(self, t):
+        """Column of slot t."""
+        return math.ceil(t / self.S)
+
+    def plane(self, k, t):
+        """Plane of the bank that holds column k of site t."""
+        return self.first[min(k * self.S, t)]
+
+    def cap(self, t):
+        return t
+
+    # --- Residual
+
+    def start(self, e):
+        params = dict(self.residual.named_parameters())
+        return (Open.apply(self, self.residual.start(e)[0], *params.values()),)
+
+    def read(self, t, state):
+        x = Site.apply(self, t, state[0])
+        return x if isinstance(x, tuple) else (x, x)
+
+    def write(self, t, state, y):
+        return (y,)
+
+    # --- forward
+
+    def settle(self, e):
+        """Back end and chunk that suit a device and a precision."""
+        self.ops = self.ops or (Triton if triton and e.is_cuda and e.dtype != torch.float64 else Torch)
+        self.chunk = self.chunk or (4 if self.ops is Triton else 1)
+
+    def allocate(self, e, params):
+        self.bank, = self.banks = new_bank(self.U + 1, e),
+        self.route = self.fill(Route(self, self.bank, self.bank, self.bank), params)
+
+    def fill(self, route, params, suffix=""):
+        """Queries from the parameters; reads with a single source have none, and a zero here."""
+        self.query_names = [name + suffix for t in range(self.T + 1) for name in self.routes(t)]
+        for u, name in enumerate(self.query_names):
+            if f"query.{name}" in params:
+                route.q[u] = params[f"query.{name}"]
+        return route
+
+    def forward(self, t, y):
+        """Site t finds y (M, D) new -> (x, scale) for each of its reads."""
+        below = None if t == 0 or (t - 1) % self.S == 0 else self.first[t - 1]  # the open depth block so far
+        self.ops.score(self.route, self.newest(t), t, self.reads(t, t if t % self.S else self.T), self.eps, y, below)
+        return self.mix(self.route, t, (None, None, self.scaled_eps(t)))
+
+    def scaled_eps(self, t):
+        return self.eps * self.residual.scale(self.columns(t)) ** 2  # see AttnRes.normalise
+
+    def mix(self, route, t, final):
+        """All reads of site t, in two phases where sites come in chunks: begin .. begin + chunk - 1."""
+        lo, carries = 0, None
+        if self.chunk > 1 and t > 0:
+            begin = t - (t - 1) % self.chunk
+            lo = math.ceil(begin / self.S)  # columns that were finished before site `begin`
+            if t == begin:
+                ahead = self.reads(t, min(t + self.chunk - 1, self.last_read))
+                route.partial = dict(zip(ahead, self.ops.mix(route, ahead, t, 0, lo)))
+            carries = [route.partial.pop(u) for u in self.reads(t, t)]
+        return self.ops.mix(route, self.reads(t, t), t, lo, self.columns(t), carries, final)
+
+    @property
+    def last_read(self):
+        return self.T
+
+    # --- backward
+
+    def turn(self, t):
+        if t != self.next:
+            raise RuntimeError(f"fused routing: the backward pass came to site {t} where site {self.next} was due. It "
+                               "runs once, as a whole and in order; for anything else use route_impl=reference")
+        self.next = t - 1
+
+    def backward(self, t, reads):
+        """(x, scale, dx) for each read of site t -> gradient of its newest source (M, D)."""
+        for u, (x, scale, dx) in zip(self.reads(t, t), reads):
+            self.ops.own(self.route, u, x, scale, dx, None, None)
+        self.g = self.pull(self.route, t, (self.g, None) if t % self.S and t < self.T else None)[0]
+        return self.g
+
+    def pull(self, route, t, carry=None):
+        """Gradient of slot t; closed slots in two phases where they come in chunks."""
+        k = self.newest(t)
+        if t % self.S:
+            return self.ops.pull(route, [k], t, self.reads(t, t), carry and [carry])[0]
+        chunk = range(k - k % self.chunk, min(k - k % self.chunk + self.chunk, self.n_closed))
+        last = chunk[-1] * self.S
+        near = self.reads(self.first_reader(t), last if self.chunk > 1 else self.last_read)
+        if self.chunk > 1:
+            far = self.reads(last + 1, self.last_read) if last < self.last_read else ()
+            if t == last and far:
+                route.far = dict(zip(chunk, self.ops.pull(route, chunk, t, far)))
+            if last < self.last_read:
+                carry = add(route.far.pop(k), carry)
+        return self.ops.pull(route, [k], t, near, carry and [carry])[0] if near else carry
+
+    @property
+    def n_closed(self):
+        """Number of columns that are closed slots."""
+        return self.T // self.S + 1
+
+    def first_reader(self, t):
+        """The first site that reads closed slot t."""
+        return t
+
+    def close(self):
+        """Gradients of the residual's parameters, in order. The bank is given up: the graph may live on."""
+        found = self.gradients()
+        grads = [found[name] for name in self.names]
+        SPARE[:] = [b for b in (*self.banks, *SPARE) if b.device.type == "cpu"][:4]
+        self.__dict__.clear()
+        self.next = None
+        return grads
+
+    def gradients(self):
+        return {f"query.{name}": dq for name, dq in zip(self.query_names, self.route.dq)}
+
+
+class DeltaChain(Chain):
+    """delta and delta_block: the stream is kept, x = norm(stream + mix), and lies in a second bank with the dh.
+
+    Column k is plane k of the bank: a source in delta, a finished depth block in delta_block. The head reads no source.
+    """
+
+    def __init__(self, residual, *args):
+        self.lag = int(hasattr(residual, "released"))  # delta_block: a depth block shows only behind the next read
+        self.released = self.lag and residual.released
+        super().__init__(residual, *args)
+        self.step = 1
+
+    def routes(self, t):
+        return [str(t)] if t < self.T else []
+
+    def columns(self, t):
+        return self.newest(t) + 1 - self.lag or 1
+
+    def plane(self, k, t):
+        return k
+
+    def cap(self, t):
+        return self.n_closed
+
+    @property
+    def last_read(self):
+        return self.T - 1
+
+    @property
+    def n_closed(self):
+        return self.columns(self.T - 1)
+
+    def first_reader(self, t):
+        return t + self.lag if t else 0
+
+    def allocate(self, e, params):
+        self.bank, self.stream = self.banks = new_bank(self.n_closed, e), new_bank(self.T + 1, e)
+        self.route = self.fill(Route(self, self.bank, self.bank, self.stream), params)
+
+    def forward(self, t, y):
+        k = self.newest(t)
+        if t:
+            torch.add(self.stream[t - 1], y, out=self.stream[t])
+        else:
+            self.stream[0] = y
+        if k < self.n_closed:
+            opens = t == 0 or (t - 1) % self.S == 0
+            below = k if not opens else k - 2 if self.released and k > 1 else None
+            if t % self.S == 0:
+                self.ops.score(self.route, k, t, self.reads(self.first_reader(t), self.last_read), self.eps, y, below)
+            else:
+                torch.add(y, 0 if below is None else self.bank[below], out=self.bank[k])
+        if t == self.T:
+            h = self.stream[t].to(self.route.raw.dtype)
+            scale = torch.rsqrt(mean_of_squares(h) + self.eps)
+            return [((h * scale).to(y.dtype), scale)]
+        return self.mix(self.route, t, (self.stream[t], None, self.scaled_eps(t)))
+
+    def backward(self, t, reads):
+        (x, scale, dx), = reads
+        if t == self.T:
+            self.g_stream, self.g_block = norm_backward(x, scale, dx), {}
+        else:
+            self.ops.own(self.route, t, x, scale, dx, self.stream[t], None)
+            self.g_stream = self.g_stream + self.stream[t + 1]  # dh of this read
+        k = self.newest(t)
+        if t % self.S == 0 and k < self.n_closed:
+            carry = (self.g_block[k + 2], None) if self.released and k + 2 in self.g_block else None
+            g = self.pull(self.route, t, carry)
+            if g is not None:
+                self.g_block[k] = g[0]
+        return self.g_stream + self.g_block[k] if k in self.g_block else self.g_stream
+
+
+class DualChain(Chain):
+    """dar and dar_block: two histories, a bank each; route j reads values of one with keys of one.
+
+    h = a_0 h_0 + a_1 h_1 is a single read with two routes. h_0 is kept for the gradients of a, the outputs y for those
+    of the writes.
+    """
+
+    def routes(self, t):
+        return [str(t)]
+
+    def allocate(self, e, params):
+        res, dtype = self.residual, at_least_fp32(e.dtype)
+        gate = {name[5:]: p.detach().to(dtype) for name, p in params.items() if name.startswith("gate.")}
+        one = e.new_tensor([1, 0], dtype=dtype)  # site 0 has one source, which is e
+        self.a = torch.stack([one] + [gate[f"a{t}"].softmax(0) for t in range(1, self.T + 1)], dim=1)  # (2, T + 1)
+        self.b = torch.stack([2 * gate[f"b{s}"].sigmoid() for s in range(self.T)])
+        self.rho = [gate[f"rho{s}"].sigmoid() if s % self.S else None for s in range(self.T)]
+        *self.bank, self.h0 = self.banks = [new_bank(self.T + n, e) for n in (2, 1, 1)]
+        self.y = [None] * (self.T + 1)
+        self.route = [self.fill(Route(self, self.bank[v], self.bank[k], self.bank[0], self.a[j].unsqueeze(1)),
+                                params, f"_{j}")
+                      for j, (k, v) in enumerate(zip(res.keys, res.values))]
+        self.d_gate = {name: torch.zeros_like(g) for name, g in gate.items()}
+
+    def forward(self, t, y):
+        H, s = self.bank, t - 1
+        self.y[t] = y
+        for j in (0, 1):
+            if t == 0:
+                H[j][t] = y
+            elif s % self.S == 0:
+                H[j][t] = self.b[s, j] * y
+            else:
+                keep = self.rho[s]
+                H[j][t] = keep * H[j][s] + (1 - keep) * H[1 - j][s] + self.b[s, j] * y
+        for route in self.route:
+            self.ops.score(route, self.newest(t), t, self.reads(t, t if t % self.S else self.T), self.eps)
+        self.h0[t], = self.mix(self.route[0], t, None)
+        return self.mix(self.route[1], t, (self.h0[t], self.a[0], self.scaled_eps(t)))
+
+    def backward(self, t, reads):
+        (x, scale, dx), = reads
+        r0, r1 = self.route
+        r0.delta[t] = self.ops.own(r1, t, x, scale, dx, self.h0[t], self.a[0])
+        if t:
+            d = self.a[1, t] * r0.delta[t].sum() - self.a[0, t] * r1.delta[t].sum()
+            self.d_gate[f"a{t}"] += torch.stack([d, -d])
+        G = [None, None]
+        if t % self.S and t < self.T:  # slot t went on into slot t + 1
+            rho = self.rho[t]
+            G = [(rho * self.g[j] + (1 - rho) * self.g[1 - j]).to(self.g[j].dtype) for j in (0, 1)]
+        for j, (k, v) in enumerate(zip(self.residual.keys, self.residual.values)):
+            carry = None if G[v] is None and G[k] is None else (G[v], G[k]) if k != v else (G[v], None)
+            dv, dk = self.pull(self.route[j], t, carry)
+            G[v] = dv
+            if k != v:
+                G[k] = dk
+        self.g = G
+        if t == 0:
+            return G[0] + G[1]
+        s, y = t - 1, self.y[t]
+        db = torch.stack([(g * y).sum() for g in G])
+        self.d_gate[f"b{s}"] += db * self.b[s] * (1 - self.b[s] / 2)
+        if s % self.S:
+            H, rho = self.bank, self.rho[s]
+            self.d_gate[f"rho{s}"] += ((G[0] - G[1]) * (H[0][s] - H[1][s])).sum() * rho * (1 - rho)
+        return self.b[s, 0] * G[0] + self.b[s, 1] * G[1]
+
+    def gradients(self):
+        found = {f"gate.{name}": g for name, g in self.d_gate.items()}
+        for j, route in enumerate(self.route):
+            found |= {f"query.{t}_{j}": route.dq[t] for t in range(self.T + 1)}
+        return found
+
+
+CHAINS = {cls.__name__: cls for cls in (Chain, DeltaChain, DualChain)}
+
+
+def chain_for(residual):
+    """(a function that makes the chain of one forward pass, None), or (None, why there is none)."""
+    if residual.width % 16:
+        return None, f"n_embd={residual.width} is not a multiple of 16"
+    if getattr(residual, "control", "none") not in ("none", "tied"):
+        return None, f"rd_control={residual.control} has no fused form"
+    if hasattr(residual, "sep_v"):
+        return None, "dar_routing=sep_v has no fused form"
+    if hasattr(residual, "u"):
+        return None, "dynamic_gates has no fused form"
+    return CHAINS[type(residual).fused], None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Benchmark
+
+
+class Counted(Torch):
+    """The passes in PyTorch, counting the planes that the kernels of the same names would move."""
+    planes = 0
+
+    @classmethod
+    def score(cls, r, k, t, reads, eps, y=None, below=None):
+        cls.planes += 1 + (y is not None) + (below is not None)
+        Torch.score(r, k, t, reads, eps, y, below)
+
+    @classmethod
+    def mix(cls, r, reads, t, lo, hi, carries=None, final=None):
+        cls.planes += hi - lo + len(reads) * (1 + bool(carries) + bool(final and final[0] is not None))
+        return Torch.mix(r, reads, t, lo, hi, carries, final)
+
+    @classmethod
+    def own(cls, r, u, x, scale, dx, added, factor):
+        cls.planes += 3 + (added is not None)
+        return Torch.own(r, u, x, scale, dx, added, factor)
+
+    @classmethod
+    def pull(cls, r, columns, t, reads, carries=None):
+        carried = sum(g is not None for carry in carries or () for g in carry or ())
+        each = 3 if r.keys is r.values else 5  # the source, its gradient, and the source again for dq
+        cls.planes += len(reads) + carried + len(columns) * each
+        return Torch.pull(r, columns, t, reads, carries)
+
+
+def planes_per_site(mode, n_layer, chunk, **knobs):
+    """Planes that the kernels move per site, forward and backward. A plain residual with a fused norm moves 4 and 4."""
+    residual = RESIDUAL_MODES[mode].cls(GPTConfig(n_layer=n_layer, n_head=8, n_embd=16, residual_mode=mode, **knobs))
+    with torch.no_grad():
+        residual.init_weights()
+    Counted.planes = 0
+    x = routed(chain_for(residual)[0](residual, Counted, chunk), torch.ones(1, 1, 16, requires_grad=True), 2 * n_layer)
+    forward = Counted.planes
+    x.sum().backward()
+    return forward / (2 * n_layer + 1), (Counted.planes - forward) / (2 * n_layer + 1)
+
+
+def routed(residual, e, n_sublayer):
+    """All reads of a Residual or a Chain, between sublayers that do next to nothing."""
+    state = residual.start(e)
+    for t in range(n_sublayer):
+        a, b = residual.read(t, state)
+        state = residual.write(t, state, 2 * a if a is b else a + b)
+    return residual.read(n_sublayer, state)[0]
+
+
+def stack_and_einsum(query, e, eps=1e-6):
+    """The textbook form of `attnres`, for comparison: every read stacks its sources."""
+    x, sources = e, [e]
+    for q in [None, *query.values()]:
+        V = torch.stack(sources)
+        if q is not None:
+            alpha = torch.einsum("d,sbtd->sbt", q.to(V.dtype), F.rms_norm(V, V.shape[-1:], eps=eps)).softmax(0)
+            V = torch.einsum("sbt,sbtd->sbtd", alpha, V)
+        x = F.rms_norm(V.sum(0), V.shape[-1:], eps=eps / len(sources) ** 2)
+        sources.append(2 * x)
+    return x
+
+
+class Clock:
+    """Wall time of calls in interleaved rounds, so that a slow minute hits all of them."""
+
+    def __init__(self, device):
+        self.sync = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+
+    def once(self, call):
+        self.sync()
+        start = time.perf_counter()
+        call()
+        self.sync()
+        return time.perf_counter() - start
+
+    def rounds(self, calls, seconds, least=3):
+        """{name: list of times}, after one round that warms up; at least 3 rounds, more while `seconds` last."""
+        for call in calls.values():
+            call()
+        times, end = {name: [] for name in calls}, time.perf_counter() + seconds
+        while len(times[next(iter(calls))]) < least or time.perf_counter() < end:
+            order = list(calls)[::-1] if len(times[next(iter(calls))]) % 2 else list(calls)
+            for name in order:
+                times[name].append(self.once(calls[name]))
+        return times
+
+
+def median(values):
+    return sorted(values)[len(values) // 2]
+
+
+def ratio(times, name, base="standard"):
+    """Median over rounds of base time / time."""
+    return median([a / b for a, b in zip(times[base], times[name])])
+
+
+def kept_bytes(model, idx, autocast):
+    """Bytes that a forward pass keeps for its backward pass, in saved tensors and banks; parameters do not count."""
+    found, ours, make = {}, {p.untyped_storage().data_ptr() for p in model.parameters()}, model.router
+    chains = []
+
+    def keep(x):
+        if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in ours:
+            found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+    model.router = lambda: chains.append(make()) or chains[-1]
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), autocast():
+        loss = model(idx, idx)[1]
+    for chain in (c for c in chains if isinstance(c, Chain)):
+        routes = chain.route if isinstance(chain.route, list) else [chain.route]
+        for x in (*chain.banks, *getattr(chain, "y", ()), *(v for r in routes for v in vars(r).values())):
+            keep(x)
+    del model.router
+    loss.backward()
+    model.zero_grad()
+    return sum(found.values())
+
+
+def trainer(device, autocast, batch, seq_len, mode, **settings):
+    """(model, function that makes one training step) in the fastest setting of the mode."""
+    from train import compile_model
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(seq_len=seq_len, residual_mode=mode, **settings)).to(device)
+    optimizer = torch.optim.AdamW(model.param_groups(0.1), lr=1e-4, fused=True)
+    compile_model(model, "auto", device, lambda message: None)
+    idx = torch.randint(settings["vocab_size"], (batch, seq_len), device=device)
+
+    def step():
+        with autocast():
+            loss = model(idx, idx)[1]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, idx, step
+
+
+def flops_per_step(model, idx):
+    """Multiply-adds count two, backward twice forward; causal attention counts half its square."""
+    cfg, tokens = model.cfg, idx.numel()
+    matrices = model.count()["non_embedding"] + cfg.vocab_size * cfg.n_embd
+    return tokens * (6 * matrices + 6 * cfg.n_layer * cfg.n_head * cfg.head_dim * idx.shape[1])
+
+
+TARGETS = {"attnres": {}, "attnres_block": {}, "delta": {}, "delta_block": {}, "mhar": dict(route_heads=4), "rd": {},
+           "dar_block": {}}
+
+
+def benchmark(quick, say):
+    """Everything that `python kernels.py` prints, as a dictionary."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    gpu, clock, out = device.type == "cuda", Clock(device), {}
+    dtype = torch.bfloat16 if gpu else torch.float32
+    autocast = functools.partial(torch.autocast, device.type, dtype=torch.bfloat16, enabled=gpu)
+    batch, seq_len, shape = (32, 1024, dict(n_embd=768, n_head=12, n_kv_head=12, n_ffn=2048, vocab_size=50304)) if gpu \
+        else (4, 256, dict(n_embd=384, n_head=6, n_kv_head=6, n_ffn=1024, vocab_size=257))
+    D, M = shape["n_embd"], batch * seq_len
+    out["device"] = torch.cuda.get_device_name() if gpu else f"CPU, {torch.get_num_threads()} threads"
+
+    copy, peak = speeds(clock, device, dtype, M, D)
+    out |= dict(copy_gb_s=copy / 1e9, matmul_tflop_s=peak / 1e12)
+    say(f"{out['device']}: copies {copy / 1e9:.0f} GB/s, matrix product {peak / 1e12:.2f} Tflop/s in {str(dtype)[6:]}")
+
+    if not quick:
+        out["passes"] = passes(clock, device, dtype, M, D, copy, say)
+    e = torch.randn(batch, seq_len, D, device=device).to(dtype).requires_grad_()
+    out["chain_ms"] = chains(clock, e, GPTConfig(residual_mode="attnres", n_layer=12, **shape), quick, say)
+    modes = TARGETS if quick else {m: {} for m in RESIDUAL_MODES if m != "standard"} | TARGETS
+    make = functools.partial(trainer, device, autocast, batch, seq_len, n_layer=12, **shape)
+    out |= steps(clock, modes, make, autocast, peak, 24 if quick else 150, say)
+    if not quick:
+        out["depth"] = growth(clock, device, autocast, batch, seq_len, shape, say)
+        if not gpu:
+            say("\nthe same in bfloat16")
+            bf16 = functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+            make = functools.partial(trainer, device, bf16, batch, seq_len, n_layer=12, **shape)
+            out["bf16"] = steps(clock, {m: TARGETS[m] for m in ("attnres", "attnres_block")}, make, bf16, peak, 0, say)
+    return out
+
+
+def speeds(clock, device, dtype, M, D):
+    """Bytes per second of a copy, read and written; operations per second of a matrix product."""
+    planes, n = torch.randn(2, 64, M, D, device=device).to(dtype), 8192 if device.type == "cuda" else 1024
+    a = torch.randn(n, n, device=device, dtype=dtype)
+    copy = clock.rounds({"": lambda: planes[0].copy_(planes[1])}, 0.5)[""]
+    return 2 * planes[0].nbytes / median(copy), 2 * n**3 / median(clock.rounds({"": lambda: a @ a}, 0.5)[""])
+
+
+def chains(clock, e, cfg, quick, say):
+    """Time of all reads of a model, forward and backward, in several ways."""
+    say(f"\nrouting alone, forward + backward, {cfg.n_layer} layers, planes of {tuple(e.shape)}, full routing")
+    residual, n = RESIDUAL_MODES["attnres"].cls(cfg).to(e.device), 2 * cfg.n_layer
+    with torch.no_grad():
+        residual.init_weights()
+    ways = {"stack and einsum": lambda: stack_and_einsum(residual.query, e)}
+    ways |= {"reference": lambda: routed(residual, e, n)}
+    ways |= {f"fused, chunk {c}": lambda c=c: routed(Chain(residual, None, c), e, n) for c in (1, 4, 8)}
+    upstream = torch.randn_like(e)
+    times = clock.rounds({k: lambda f=f: f().backward(upstream) for k, f in ways.items()}, 1 if quick else 20)
+    for k in ways:
+        say(f"  {k:18s} {1e3 * median(times[k]):8.1f} ms   {ratio(times, k, 'stack and einsum'):6.2f} times as fast")
+    return {k: 1e3 * median(v) for k, v in times.items()}
+
+
+def steps(clock, modes, make, autocast, peak, seconds, say):
+    """Training steps of modes against `standard`."""
+    runs = {mode: make(mode=mode, **knobs) for mode, knobs in ({"standard": {}} | modes).items()}
+    kept = {mode: kept_bytes(model, idx, autocast) for mode, (model, idx, _) in runs.items()}
+    times = clock.rounds({mode: step for mode, (_, _, step) in runs.items()}, seconds)
+    model, idx, _ = runs["standard"]
+    say(f"\ntraining step, {model.cfg.n_layer} layers, width {model.cfg.n_embd}, {idx.numel()} tokens "
+        f"({len(times['standard'])} interleaved rounds)\n"
+        "  mode                    ms throughput      MFU   kept for backward")
+    out = dict(step_ratio={}, step_ms={}, mfu={}, kept_ratio={})
+    for mode in runs:
+        ms = 1e3 * median(times[mode])
+        found = ratio(times, mode), ms, flops_per_step(model, idx) / ms * 1e3 / peak, kept[mode] / kept["standard"]
+        for key, value in zip(("step_ratio", "step_ms", "mfu", "kept_ratio"), found):
+            out[key][mode] = round(value, 4)
+        heads = "".join(f", {v} heads" for v in modes.get(mode, {}).values())
+        say(f"  {mode + heads:18s} {ms:7.1f} {found[0]:10.3f} {found[2]:8.1%} {kept[mode] / 2**20:8.0f} MiB"
+            f" {found[3]:5.2f}")
+    return out
+
+
+def growth(clock, device, autocast, batch, seq_len, shape, say):
+    """Throughput against `standard` as models get deeper."""
+    say("\nthroughput by number of layers, full and block")
+    out = {}
+    for n_layer in (6, 12, 24, 48):
+        make = functools.partial(trainer, device, autocast, max(1, batch * 6 // n_layer), seq_len, **shape)
+        modes = "standard", "attnres", "attnres_block"
+        times = clock.rounds({m: make(mode=m, n_layer=n_layer)[2] for m in modes}, 10)
+        out[n_layer] = [round(ratio(times, m), 4) for m in modes[1:]]
+        say(f"  {n_layer:3d} {out[n_layer][0]:8.3f} {out[n_layer][1]:8.3f}")
+    return out
+
+
+def passes(clock, device, dtype, M, D, copy, say):
+    """Time of each pass, and its share of the speed of a copy."""
+    say(f"\npasses over ({M}, {D}) planes     ms    GB/s  of copy")
+    cfg = GPTConfig(residual_mode="attnres", n_layer=12, n_embd=D, n_head=1)
+    residual, out = RESIDUAL_MODES["attnres"].cls(cfg).to(device), {}
+    chain = Chain(residual)
+    with torch.no_grad():
+        residual.init_weights()
+        x = chain.start(torch.randn(1, M, D, device=device).to(dtype))[0][0]
+        for t in range(25):
+            read = chain.forward(t, x)
+        r, ops = chain.route, chain.ops
+        for u in range(25):
+            ops.own(r, u, *read[0], x, None, None)
+        calls = {"score": (2, lambda: ops.score(r, 0, 0, range(25), 1e-6, x)),
+                 "mix, 25 columns": (26, lambda: ops.mix(r, range(24, 25), 24, 0, 25, None, (None, None, 1e-6))),
+                 "mix, 21 for 4 sites": (25, lambda: ops.mix(r, range(21, 25), 21, 0, 21)),
+                 "own": (3, lambda: ops.own(r, 24, *read[0], x, None, None)),
+                 "pull, 24 reads": (27, lambda: ops.pull(r, [0], 0, range(24))),
+                 "pull, 4 from 20": (32, lambda: ops.pull(r, range(4), 3, range(4, 24)))}
+        times = clock.rounds({k: call for k, (_, call) in calls.items()}, 5)
+    for k, (planes, _) in calls.items():
+        speed = planes * x.nbytes / median(times[k])
+        out[k] = [1e3 * median(times[k]), speed / 1e9, speed / copy]
+        say(f"  {k:22s} {out[k][0]:9.3f} {out[k][1]:7.0f} {out[k][2]:7.0%}")
+    return out
+
+
+def main(argv):
+    unknown = set(argv) - {"--quick", "--json", "--model"}
+    if unknown:
+        sys.exit(f"kernels.py knows --quick, --json and --model, not {' '.join(sorted(unknown))}")
+    say = (lambda line: None) if "--json" in argv else functools.partial(print, flush=True)
+    if "--model" not in argv:
+        found = benchmark("--quick" in argv, say)
+        return print(json.dumps(found)) if "--json" in argv else None
+    out = {}
+    say("planes moved per site, forward + backward (a plain residual with a fused norm: 4 + 4)\n"
+        "  mode            layers    chunk 1       chunk 4       chunk 8")
+    for mode, knobs in TARGETS.items():
+        for n_layer in (12, 24, 36):
+            found = [planes_per_site(mode, n_layer, chunk, **knobs) for chunk in (1, 4, 8)]
+            out[f"{mode} {n_layer}"] = found
+            say(f"  {mode:15s} {n_layer:5d}   " + "   ".join(f"{f:4.1f} + {b:4.1f}" for f, b in found))
+    if "--json" in argv:
+        print(json.dumps(out))
+
+
+if __name__ == "__main__":
+    from kernels import main  # the module that model.py imports, not its double under the name __main__
+    main(sys.argv[1:])
