@@ -5,23 +5,30 @@
     python eval.py runs/tiny-standard-seed1 --prompt="def main("      sample
     python eval.py runs/tiny-attnres-seed1 --routing                  where each site reads: tables and figures
     torchrun --standalone --nproc_per_node=8 eval.py runs/...         on several processes: the same numbers
+    python eval.py study configs/study.toml --modes=attnres,rd        train and compare modes in pairs
 
 The loss is the mean negative log-likelihood over the whole split in nats per token: every token but the first is
 predicted once, from at most seq_len tokens before it. Neither the batch size nor the number of processes changes it.
 """
 import argparse
+import contextlib
+import csv
+import dataclasses
 import json
 import math
+import os
+import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
-from model import GPT, AttnRes, depth_logits, span
+from model import GPT, KNOBS, AttnRes, depth_logits, span
 from prepare_fineweb import UserError, get_encoding
-from train import (Tokens, autocast, choose_device, choose_dtype, evaluate, guard, load_checkpoint, load_weights,
-                   read_meta, start_processes)
+from train import (Tokens, autocast, choose_device, choose_dtype, evaluate, guard, load_checkpoint, load_config,
+                   load_weights, read_meta, start_processes)
 
 
 def parse_args(argv):
@@ -128,7 +135,11 @@ def run(args):
 
 
 def main(argv=None):
-    guard("eval.py", run, parse_args(argv))
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["study"]:
+        guard("eval.py study", lambda: study(parse_study(argv[1:])))
+    else:
+        guard("eval.py", run, parse_args(argv))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -370,6 +381,218 @@ def draw_routing(result, folder):
         right.set(xlabel="site where both reads are corrupted", ylabel="share of the loss that is rescued", title=title)
         right.legend(fontsize=8)
         save(fig, "histories.png")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Study: the same training run in several modes and seeds, compared in pairs of equal seed
+
+
+STUDY_COLUMNS = ("study", "mode", "knobs", "seed", "added", "tokens", "loss", "speed", "kept", "commit")
+T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t, two-sided, 1 .. 9 degrees
+
+
+def parse_study(argv):
+    p = argparse.ArgumentParser(prog="eval.py study", allow_abbrev=False, description="Train every cell of modes x "
+                                "seeds that is not finished yet, then compare all that are with `standard` in pairs.")
+    p.add_argument("config", help="training configuration; eval_at_tokens are the milestones")
+    p.add_argument("--modes", default="", help="comma-separated, with knobs: rd,mhar:route_heads=4 (and standard)")
+    p.add_argument("--seeds", default="1,2", help="comma-separated (default 1,2)")
+    p.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each (default 2)")
+    p.add_argument("--minutes", type=float, default=1e9, help="start no run after this time")
+    p.add_argument("--runs", default="runs", help="where the run folders lie (default runs)")
+    p.add_argument("--out", default="results", help="folder of tables and figures (default results)")
+    args = p.parse_args(argv)
+    args.name, modes = Path(args.config).stem, dict.fromkeys(["standard", *filter(None, args.modes.split(","))])
+    args.cells = {(mode, int(seed)): None for seed in args.seeds.split(",") for mode in modes}
+    for mode, seed in args.cells:
+        name, *knobs = mode.split(":")
+        out = Path(args.runs) / f"{args.name}-{'-'.join([name, *knobs]).replace('=', '-')}-seed{seed}"
+        args.cells[mode, seed] = [args.config, f"--residual_mode={name}", *(f"--{k}" for k in knobs), f"--seed={seed}",
+                                  f"--out_dir={out}", "--resume=true"]
+        load_config(args.cells[mode, seed])  # mistakes are told before anything runs
+    return args
+
+
+def study(args):
+    """Train what is missing, update results.csv, write the comparison and its figures."""
+    table, end = Path(args.out) / "results.csv", time.monotonic() + 60 * args.minutes
+    rows = read_results(table)
+    waiting = [cell for cell in args.cells if key_of(args, cell) not in rows]
+    running, failed, costs = {}, [], {}
+    while waiting or running:
+        for job in [j for j in running if j.poll() is not None]:
+            cell = running.pop(job)
+            if job.returncode:
+                failed.append(cell)
+            else:
+                rows[key_of(args, cell)] = result_of(args, cell, costs)
+                write_results(table, rows)
+            print(f"{'FAILED' if job.returncode else 'done'}: {cell[0]}, seed {cell[1]}", flush=True)
+        while waiting and len(running) < args.jobs and time.monotonic() < end:
+            flags = args.cells[cell := waiting.pop(0)]
+            out = Path(load_config(flags)[1].out_dir)
+            out.parent.mkdir(parents=True, exist_ok=True)
+            with open(f"{out}.txt", "ab") as log:
+                running[subprocess.Popen([sys.executable, Path(__file__).with_name("train.py"), *flags], stdout=log,
+                                         stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})] = cell
+        if not running and waiting:
+            break  # out of time
+        time.sleep(0.2)
+    compare(args.name, rows, [key_of(args, cell) for cell in args.cells], Path(args.out))
+    if failed:
+        raise UserError(f"{len(failed)} of {len(args.cells)} runs failed; see the .txt files in {args.runs}")
+
+
+def key_of(args, cell):
+    mode, *knobs = cell[0].split(":")
+    return args.name, mode, " ".join(knobs), str(cell[1])
+
+
+def read_results(path):
+    if not path.exists():
+        return {}
+    with open(path, newline="", encoding="utf-8") as f:
+        return {tuple(r[c] for c in ("study", "mode", "knobs", "seed")): r for r in csv.DictReader(f)}
+
+
+def write_results(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(f"{path}.new", "w", newline="", encoding="utf-8") as f:
+        writer = csv.DictWriter(f, STUDY_COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows[k] for k in sorted(rows))
+    os.replace(f"{path}.new", path)
+
+
+def result_of(args, cell, costs):
+    """The row of a finished run. `tokens` and `loss` are lists, one entry for each evaluation; `speed` and `kept` are
+    relative to `standard`, measured here in turn with it, so that it does not matter what else the machine does."""
+    t = load_config(args.cells[cell])[1]
+    with open(Path(t.out_dir) / "log.csv", newline="", encoding="utf-8") as f:
+        seen = [r for r in csv.DictReader(f) if r["val_loss"]]
+    cfg = load_checkpoint(Path(t.out_dir) / "last.pt")["cfg"]
+    if cell[0] not in costs:
+        costs[cell[0]] = cost_of(cfg, t.micro_batch)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True,
+                            cwd=Path(__file__).parent).stdout.strip()
+    tokens, loss = (" ".join(r["tokens"] for r in seen), " ".join(f"{float(r['val_loss']):.5f}" for r in seen))
+    added = GPT(cfg).count()["router"]
+    return dict(zip(STUDY_COLUMNS, (*key_of(args, cell), added, tokens, loss, *costs[cell[0]], commit)))
+
+
+def cost_of(cfg, batch):
+    """(throughput of a forward and backward pass, bytes kept between them), relative to `standard`."""
+    from kernels import Clock, kept_bytes, ratio
+    plain = dataclasses.replace(cfg, residual_mode="standard", **KNOBS)
+    models, idx = {"standard": GPT(plain), "mode": GPT(cfg)}, torch.zeros(batch, cfg.seq_len, dtype=torch.long)
+    kept = [kept_bytes(m, idx, contextlib.nullcontext) for m in models.values()]
+    steps = {k: lambda m=m: m(idx, idx)[1].backward() for k, m in models.items()}
+    times = Clock(torch.device("cpu")).rounds(steps, 5, 5)
+    return round(ratio(times, "mode"), 3), round(kept[1] / kept[0], 3)
+
+
+def paired(rows, base):
+    """Differences of the losses to those of `base` with the same seed -> list of (mean, standard error, half width of
+    the 95 % interval, pairs won, pairs), one for each evaluation."""
+    pairs = [(losses(rows[seed]), losses(base[seed])) for seed in rows if seed in base]
+    out = []
+    for i in range(min((len(a) for a, _ in pairs), default=0)):
+        d, n = [a[i] - b[i] for a, b in pairs], len(pairs)
+        error = (sum((x - mean(d)) ** 2 for x in d) / (n - 1) / n) ** 0.5 if n > 1 else math.nan
+        width = T_95[min(n - 2, 8)] * error if n > 1 else math.nan
+        out.append((mean(d), error, width, sum(x < 0 for x in d), n))
+    return out
+
+
+def losses(row):
+    return [float(x) for x in row["loss"].split()]
+
+
+def tokens_needed(base, loss):
+    """Tokens after which the mean curve [(tokens, loss)] of `standard` reaches a loss, on a line in log tokens through
+    its neighbours; beyond the end, on the line through the last two."""
+    below = next((i for i, (_, y) in enumerate(base) if y <= loss), len(base) - 1)
+    (x0, y0), (x1, y1) = base[max(0, below - 1):][:2]
+    return x0 * (x1 / x0) ** ((y0 - loss) / (y0 - y1))
+
+
+def compare(name, rows, wanted, out):
+    """The table of a study as Markdown, printed and written, and its figures."""
+    runs = {}
+    for (study, mode, knobs, seed), row in rows.items():
+        if study == name:
+            runs.setdefault(f"{mode} {knobs}".strip(), {})[seed] = row
+    for _, mode, knobs, _ in wanted:
+        runs.setdefault(f"{mode} {knobs}".strip(), {})
+    base = runs["standard"]
+    if not base:
+        raise UserError("no run of standard is finished, so there is nothing to compare with")
+    first = next(iter(base.values()))
+    at = [int(x) for x in first["tokens"].split()]
+    curve = list(zip(at, (mean(y) for y in zip(*map(losses, base.values())))))
+    lines = [f"| mode | added | loss | {' | '.join(f'Δ at {x / 1e6:.2f}M' for x in at)} | 95 % interval | pairs won | "
+             "tokens needed by `standard` | tokens/s | kept for backward |", "|---" * (len(at) + 8) + "|"]
+    table = {}
+    for mode, mine in runs.items():
+        if set(mine) & set(base):
+            table[mode] = dict(found=paired(mine, base), rows=mine, loss=mean(losses(r)[-1] for r in mine.values()),
+                               speed=mean(float(r["speed"]) for r in mine.values()))
+    table = dict(sorted(table.items(), key=lambda t: (t[0] != "standard", t[1]["found"][-1][0])))
+    for mode, t in table.items():
+        row, loss, found = next(iter(t["rows"].values())), t["loss"], t["found"]
+        delta, error, width, won, n = found[-1]
+        needed = tokens_needed(curve, curve[-1][1] + delta) / at[-1]
+        lines.append(f"| `{mode}` | {int(row['added']):,} | {loss:.4f} | " + " | ".join(f"{f[0]:+.4f}" for f in found) +
+                     f" | {delta - width:+.4f} to {delta + width:+.4f} | {won}/{n} | {needed:.2f} × | "
+                     f"{table[mode]['speed']:.2f} × | {float(row['kept']):.2f} × |"
+                     .replace("+nan to +nan", "one pair"))
+    lines += [f"| `{mode}` |" + " not run |" * (len(at) + 7) for mode in runs if mode not in table]
+    text = "\n".join(lines) + "\n"
+    (out / f"{name}.md").write_text(text, encoding="utf-8")
+    print(text)
+    if find_spec("matplotlib"):
+        draw_study(name, table, at, out)
+    else:
+        print("no figures: pip install matplotlib")
+
+
+def draw_study(name, table, at, out):
+    import matplotlib
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+    colours = {mode: f"C{i}" if mode != "standard" else "k" for i, mode in enumerate(table)}
+
+    def save(figure, what):
+        figure.tight_layout()
+        figure.savefig(out / f"{name}_{what}.png", dpi=100)
+        plt.close(figure)
+    fig, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
+    for mode, t in table.items():
+        style = dict(marker="o", ms=3, color=colours[mode], label=mode)
+        left.plot(at, [mean(y) for y in zip(*map(losses, t["rows"].values()))], **style)
+        right.plot(at, [f[0] for f in t["found"]], **style)
+    left.set(xscale="log", xlabel="training tokens", ylabel="validation loss (nats per token)", title="mean over seeds")
+    right.set(xscale="log", xlabel="training tokens", ylabel="loss minus that of `standard`", title="mean over pairs")
+    left.legend(fontsize=7)
+    save(fig, "loss")
+
+    others = [m for m in table if m != "standard"][::-1]
+    fig, ax = plt.subplots(figsize=(6.5, 1.2 + 0.32 * len(others)))
+    for i, mode in enumerate(others):
+        delta, _, width, _, _ = table[mode]["found"][-1]
+        ax.errorbar(delta, i, xerr=None if math.isnan(width) else width, fmt="o", color=colours[mode], capsize=3)
+    won = {m: table[m]["found"][-1][3:] for m in others}
+    ax.set_yticks(range(len(others)), [f"{m}  ({won[m][0]} of {won[m][1]} won)" for m in others])
+    ax.axvline(0, color="k", lw=0.8)
+    ax.set(xlabel="final loss minus that of `standard` (nats per token), 95 % interval; left is better")
+    save(fig, "difference")
+
+    fig, ax = plt.subplots(figsize=(6, 4))
+    for mode, t in table.items():
+        ax.plot(t["speed"], t["loss"], "o", color=colours[mode])
+        ax.annotate(mode, (t["speed"], t["loss"]), fontsize=7, xytext=(4, 3), textcoords="offset points")
+    ax.set(xlabel="tokens per second, relative to `standard`", ylabel="final validation loss", title="speed and loss")
+    save(fig, "speed")
 
 
 if __name__ == "__main__":

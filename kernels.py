@@ -34,6 +34,7 @@ from __future__ import annotations  # kernels are defined also where there is no
 import functools
 import json
 import math
+import statistics
 import sys
 import time
 import warnings
@@ -183,6 +184,24 @@ class Torch:
             pair = dv, None if dk is dv else dk
             out.append(pair if carries is None else add(pair, carries[j]))
         return out
+
+    @staticmethod
+    def transport(new, old, y, gate):
+        """Writes of `dar`, gate = (rho, b_0, b_1): new_j = rho old_j + (1 - rho) old_1-j + b_j y; without old b_j y."""
+        for j in (0, 1):
+            h = gate[1 + j] * y
+            if old is not None:
+                h += torch.lerp(old[1 - j].to(h.dtype), old[j].to(h.dtype), gate[0])
+            new[j].copy_(h)
+
+    @staticmethod
+    def transport_backward(g, old, y, gate):
+        """Gradients g of what was written -> that of y, those of old, those of the gate (3,)."""
+        g, y, zero = [x.to(gate.dtype) for x in g], y.to(gate.dtype), gate.new_zeros(())
+        d_gate = torch.stack([zero if old is None else ((g[0] - g[1]) * (old[0] - old[1])).sum(),
+                              (g[0] * y).sum(), (g[1] * y).sum()])
+        d_old = None if old is None else (torch.lerp(g[1], g[0], gate[0]), torch.lerp(g[0], g[1], gate[0]))
+        return torch.addcmul(gate[1] * g[0], g[1], gate[2]), d_old, d_gate
 
 
 def add(a, b):
@@ -408,6 +427,48 @@ def pull_kernel(p_values, p_keys, p_dh, p_raw, p_offset, p_rho, p_lse, p_delta, 
             tl.store(p_dv + o_out, b_dv.to(p_dv.dtype.element_ty), mask=m_x)
 
 
+@jit
+def transport_kernel(p_new_0, p_new_1, p_old_0, p_old_1, p_y, p_gate, n, OLD: tl.constexpr, B: tl.constexpr):
+    """A program writes B elements of both histories."""
+    o = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
+    m = o < n
+    b_y = tl.load(p_y + o, mask=m, other=0.0).to(tl.float32)
+    b_0, b_1 = b_y * tl.load(p_gate + 1), b_y * tl.load(p_gate + 2)
+    if OLD:
+        rho = tl.load(p_gate)
+        b_old_0 = tl.load(p_old_0 + o, mask=m, other=0.0).to(tl.float32)
+        b_old_1 = tl.load(p_old_1 + o, mask=m, other=0.0).to(tl.float32)
+        b_0 += b_old_1 + rho * (b_old_0 - b_old_1)
+        b_1 += b_old_0 + rho * (b_old_1 - b_old_0)
+    tl.store(p_new_0 + o, b_0.to(p_new_0.dtype.element_ty), mask=m)
+    tl.store(p_new_1 + o, b_1.to(p_new_1.dtype.element_ty), mask=m)
+
+
+@jit
+def transport_backward_kernel(p_g_0, p_g_1, p_old_0, p_old_1, p_y, p_gate, p_dy, p_d_old_0, p_d_old_1, p_sums, n,
+                              OLD: tl.constexpr, B: tl.constexpr):
+    """Sums of the gate's gradients over B elements are written for each program and added up afterwards."""
+    o = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
+    m = o < n
+    b_0 = tl.load(p_g_0 + o, mask=m, other=0.0).to(tl.float32)
+    b_1 = tl.load(p_g_1 + o, mask=m, other=0.0).to(tl.float32)
+    b_y = tl.load(p_y + o, mask=m, other=0.0).to(tl.float32)
+    b_dy = b_0 * tl.load(p_gate + 1) + b_1 * tl.load(p_gate + 2)
+    tl.store(p_dy + o, b_dy.to(p_dy.dtype.element_ty), mask=m)
+    p_mine = p_sums + tl.program_id(0) * 3
+    tl.store(p_mine + 1, tl.sum(b_0 * b_y, axis=0))
+    tl.store(p_mine + 2, tl.sum(b_1 * b_y, axis=0))
+    if OLD:
+        rho = tl.load(p_gate)
+        b_old = tl.load(p_old_0 + o, mask=m, other=0.0).to(tl.float32)
+        b_old -= tl.load(p_old_1 + o, mask=m, other=0.0).to(tl.float32)
+        tl.store(p_mine, tl.sum((b_0 - b_1) * b_old, axis=0))
+        tl.store(p_d_old_0 + o, (b_1 + rho * (b_0 - b_1)).to(p_d_old_0.dtype.element_ty), mask=m)
+        tl.store(p_d_old_1 + o, (b_0 + rho * (b_1 - b_0)).to(p_d_old_1.dtype.element_ty), mask=m)
+    else:
+        tl.store(p_mine, 0.0)
+
+
 @functools.lru_cache(maxsize=64)
 def table(numbers, device):
     return torch.tensor(numbers, dtype=torch.int32, device=device)
@@ -482,6 +543,19 @@ class Triton:
             dq = gemm(c[j].permute(2, 0, 1), s)  # (G, reads, K)
             r.dq[reads.start:reads.stop] += dq.transpose(0, 1).flatten(-2)
         return [(dv[j], dk[j] if keyed else None) for j in range(n)]
+
+    @staticmethod
+    def transport(new, old, y, gate):
+        transport_kernel[triton.cdiv(y.numel(), 1024),](*new, *(old or new), y.contiguous(), gate, y.numel(),
+                                                        OLD=old is not None, B=1024, num_warps=4)
+
+    @staticmethod
+    def transport_backward(g, old, y, gate):
+        n, d_old = triton.cdiv(y.numel(), 1024), None if old is None else (torch.empty_like(y), torch.empty_like(y))
+        dy, sums = torch.empty_like(y), torch.empty(n, 3, device=y.device)
+        transport_backward_kernel[n,](*g, *(old or g), y, gate, dy, *(d_old or g), sums, y.numel(), OLD=old is not None,
+                                      B=1024, num_warps=4)
+        return dy, d_old, sums.sum(0)
 
 
 def gemm(a, b):
@@ -816,26 +890,25 @@ class DualChain(Chain):
         gate = {name[5:]: p.detach().to(dtype) for name, p in params.items() if name.startswith("gate.")}
         one = e.new_tensor([1, 0], dtype=dtype)  # site 0 has one source, which is e
         self.a = torch.stack([one] + [gate[f"a{t}"].softmax(0) for t in range(1, self.T + 1)], dim=1)  # (2, T + 1)
-        self.b = torch.stack([2 * gate[f"b{s}"].sigmoid() for s in range(self.T)])
-        self.rho = [gate[f"rho{s}"].sigmoid() if s % self.S else None for s in range(self.T)]
+        rho = [gate[f"rho{s}"].sigmoid() if s % self.S else one[1:] for s in range(self.T)]
+        self.write_gate = torch.stack([torch.cat([rho[s], 2 * gate[f"b{s}"].sigmoid()]) for s in range(self.T)])
         *self.bank, self.h0 = self.banks = [new_bank(self.T + n, e) for n in (2, 1, 1)]
-        self.y = [None] * (self.T + 1)
+        self.y, self.g = [None] * (self.T + 1), None
         self.route = [self.fill(Route(self, self.bank[v], self.bank[k], self.bank[0], self.a[j].unsqueeze(1)),
                                 params, f"_{j}")
                       for j, (k, v) in enumerate(zip(res.keys, res.values))]
-        self.d_gate = {name: torch.zeros_like(g) for name, g in gate.items()}
+        self.d_a, self.d_write = torch.zeros(self.T + 1, 2).to(self.a), torch.zeros_like(self.write_gate)
+
+    def slots(self, t):
+        """Slot t of both histories; None where slot t + 1 does not go on from it."""
+        return (self.bank[0][t], self.bank[1][t]) if t % self.S else None
 
     def forward(self, t, y):
-        H, s = self.bank, t - 1
         self.y[t] = y
-        for j in (0, 1):
-            if t == 0:
-                H[j][t] = y
-            elif s % self.S == 0:
-                H[j][t] = self.b[s, j] * y
-            else:
-                keep = self.rho[s]
-                H[j][t] = keep * H[j][s] + (1 - keep) * H[1 - j][s] + self.b[s, j] * y
+        if t == 0:
+            self.bank[0][t] = self.bank[1][t] = y
+        else:
+            self.ops.transport([H[t] for H in self.bank], self.slots(t - 1), y, self.write_gate[t - 1])
         for route in self.route:
             self.ops.score(route, self.newest(t), t, self.reads(t, t if t % self.S else self.T), self.eps)
         self.h0[t], = self.mix(self.route[0], t, None)
@@ -845,32 +918,26 @@ class DualChain(Chain):
         (x, scale, dx), = reads
         r0, r1 = self.route
         r0.delta[t] = self.ops.own(r1, t, x, scale, dx, self.h0[t], self.a[0])
-        if t:
-            d = self.a[1, t] * r0.delta[t].sum() - self.a[0, t] * r1.delta[t].sum()
-            self.d_gate[f"a{t}"] += torch.stack([d, -d])
-        G = [None, None]
-        if t % self.S and t < self.T:  # slot t went on into slot t + 1
-            rho = self.rho[t]
-            G = [(rho * self.g[j] + (1 - rho) * self.g[1 - j]).to(self.g[j].dtype) for j in (0, 1)]
+        d = self.a[1, t] * r0.delta[t].sum() - self.a[0, t] * r1.delta[t].sum()
+        self.d_a[t] = torch.stack([d, -d])
+        G = [None, None] if self.g is None else list(self.g)  # from slot t + 1
         for j, (k, v) in enumerate(zip(self.residual.keys, self.residual.values)):
-            carry = None if G[v] is None and G[k] is None else (G[v], G[k]) if k != v else (G[v], None)
-            dv, dk = self.pull(self.route[j], t, carry)
+            carry = G[v], None if k == v else G[k]
+            dv, dk = self.pull(self.route[j], t, carry if any(c is not None for c in carry) else None)
             G[v] = dv
             if k != v:
                 G[k] = dk
-        self.g = G
         if t == 0:
             return G[0] + G[1]
-        s, y = t - 1, self.y[t]
-        db = torch.stack([(g * y).sum() for g in G])
-        self.d_gate[f"b{s}"] += db * self.b[s] * (1 - self.b[s] / 2)
-        if s % self.S:
-            H, rho = self.bank, self.rho[s]
-            self.d_gate[f"rho{s}"] += ((G[0] - G[1]) * (H[0][s] - H[1][s])).sum() * rho * (1 - rho)
-        return self.b[s, 0] * G[0] + self.b[s, 1] * G[1]
+        dy, self.g, d_gate = self.ops.transport_backward(G, self.slots(t - 1), self.y[t], self.write_gate[t - 1])
+        self.d_write[t - 1] = d_gate
+        return dy
 
     def gradients(self):
-        found = {f"gate.{name}": g for name, g in self.d_gate.items()}
+        rho, b = self.write_gate[:, :1], self.write_gate[:, 1:]
+        d_rho, d_b = self.d_write[:, :1] * rho * (1 - rho), self.d_write[:, 1:] * b * (1 - b / 2)
+        found = {f"gate.{name}{t}": g for name, table in (("a", self.d_a), ("rho", d_rho), ("b", d_b))
+                 for t, g in enumerate(table)}
         for j, route in enumerate(self.route):
             found |= {f"query.{t}_{j}": route.dq[t] for t in range(self.T + 1)}
         return found
@@ -922,6 +989,16 @@ class Counted(Torch):
         cls.planes += len(reads) + carried + len(columns) * each
         return Torch.pull(r, columns, t, reads, carries)
 
+    @classmethod
+    def transport(cls, new, old, y, gate):
+        cls.planes += 3 if old is None else 5
+        Torch.transport(new, old, y, gate)
+
+    @classmethod
+    def transport_backward(cls, g, old, y, gate):
+        cls.planes += 4 if old is None else 8
+        return Torch.transport_backward(g, old, y, gate)
+
 
 def planes_per_site(mode, n_layer, chunk, **knobs):
     """Planes that the kernels move per site, forward and backward. A plain residual with a fused norm moves 4 and 4."""
@@ -970,9 +1047,9 @@ class Clock:
         self.sync()
         return time.perf_counter() - start
 
-    def rounds(self, calls, seconds, least=3):
-        """{name: list of times}, after one round that warms up; at least 3 rounds, more while `seconds` last."""
-        for call in calls.values():
+    def rounds(self, calls, seconds, least=2, warm=True):
+        """{name: list of times}, after one round that warms up; at least so many rounds, more while `seconds` last."""
+        for call in calls.values() if warm else ():
             call()
         times, end = {name: [] for name in calls}, time.perf_counter() + seconds
         while len(times[next(iter(calls))]) < least or time.perf_counter() < end:
@@ -982,8 +1059,7 @@ class Clock:
         return times
 
 
-def median(values):
-    return sorted(values)[len(values) // 2]
+median = statistics.median
 
 
 def ratio(times, name, base="standard"):
@@ -1019,6 +1095,10 @@ def trainer(device, autocast, batch, seq_len, mode, **settings):
     torch.manual_seed(0)
     model = GPT(GPTConfig(seq_len=seq_len, residual_mode=mode, **settings)).to(device)
     optimizer = torch.optim.AdamW(model.param_groups(0.1), lr=1e-4, fused=True)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()  # makes its state
+    optimizer.zero_grad()
     compile_model(model, "auto", device, lambda message: None)
     idx = torch.randint(settings["vocab_size"], (batch, seq_len), device=device)
 
@@ -1063,7 +1143,7 @@ def benchmark(quick, say):
     out["chain_ms"] = chains(clock, e, GPTConfig(residual_mode="attnres", n_layer=12, **shape), quick, say)
     modes = TARGETS if quick else {m: {} for m in RESIDUAL_MODES if m != "standard"} | TARGETS
     make = functools.partial(trainer, device, autocast, batch, seq_len, n_layer=12, **shape)
-    out |= steps(clock, modes, make, autocast, peak, 24 if quick else 150, say)
+    out |= steps(clock, modes, make, autocast, peak, 19 if quick else 150, say)
     if not quick:
         out["depth"] = growth(clock, device, autocast, batch, seq_len, shape, say)
         if not gpu:
@@ -1092,7 +1172,7 @@ def chains(clock, e, cfg, quick, say):
     ways |= {"reference": lambda: routed(residual, e, n)}
     ways |= {f"fused, chunk {c}": lambda c=c: routed(Chain(residual, None, c), e, n) for c in (1, 4, 8)}
     upstream = torch.randn_like(e)
-    times = clock.rounds({k: lambda f=f: f().backward(upstream) for k, f in ways.items()}, 1 if quick else 20)
+    times = clock.rounds({k: lambda f=f: f().backward(upstream) for k, f in ways.items()}, 0 if quick else 20, 1)
     for k in ways:
         say(f"  {k:18s} {1e3 * median(times[k]):8.1f} ms   {ratio(times, k, 'stack and einsum'):6.2f} times as fast")
     return {k: 1e3 * median(v) for k, v in times.items()}
@@ -1102,7 +1182,7 @@ def steps(clock, modes, make, autocast, peak, seconds, say):
     """Training steps of modes against `standard`."""
     runs = {mode: make(mode=mode, **knobs) for mode, knobs in ({"standard": {}} | modes).items()}
     kept = {mode: kept_bytes(model, idx, autocast) for mode, (model, idx, _) in runs.items()}
-    times = clock.rounds({mode: step for mode, (_, _, step) in runs.items()}, seconds)
+    times = clock.rounds({mode: step for mode, (_, _, step) in runs.items()}, seconds, warm=seconds > 60)
     model, idx, _ = runs["standard"]
     say(f"\ntraining step, {model.cfg.n_layer} layers, width {model.cfg.n_embd}, {idx.numel()} tokens "
         f"({len(times['standard'])} interleaved rounds)\n"

@@ -1238,7 +1238,8 @@ def counted_planes(D, skip):
     def count(pointers, mask, dtype):
         first = int(pointers.data.min())
         other = any(t.data_ptr() <= first < t.data_ptr() + t.nbytes for t in skip)
-        if dtype.primitive_bitwidth == 16 and mask.data.ndim == 2 and not other:
+        tile = mask.data.ndim == 2 or mask.data.size == 1024
+        if dtype.primitive_bitwidth == 16 and tile and not other:
             found[0] += int(mask.data.sum()) / D
 
     def load(self, pointers, mask, *args):
@@ -1283,7 +1284,8 @@ def test_bytes_follow_the_formula(name, monkeypatch):
 
 def cells(archs, widths, heads, shared):
     return [f"{kernel} {D} {G} {S} {arch}" for arch in archs for D in widths for G in heads for kernel in
-            ("score", "mix", "own", "pull", "keyed") for S in (shared if kernel in ("mix", "pull") else (1,))]
+            ("score", "mix", "own", "pull", "keyed", "write", "unwrite") for S in
+            (shared if kernel in ("mix", "pull") else (1,))]
 
 
 def compile_ahead(cell):
@@ -1303,12 +1305,14 @@ def compile_ahead(cell):
         "pull": (kernels.pull_kernel, S + (G > 1), tile | dict(S=S, STEP=1, PAIRS=0, KEYED=False, CARRY_V=S == 1,
                                                                CARRY_K=False, SHARE=False, UNROLL=1)),
         "keyed": (kernels.pull_kernel, 2, tile | dict(S=1, STEP=1, PAIRS=0, KEYED=True, CARRY_V=True, CARRY_K=True,
-                                                      SHARE=True, UNROLL=1))}[kernel]
-    fp32 = {"p_raw", "p_rho", "p_lse", "p_scale", "p_factor", "p_share", "p_delta", "p_part"}
+                                                      SHARE=True, UNROLL=1)),
+        "write": (kernels.transport_kernel, 0, dict(OLD=True, B=1024)),
+        "unwrite": (kernels.transport_backward_kernel, 0, dict(OLD=True, B=1024))}[kernel]
+    fp32 = {"p_raw", "p_rho", "p_lse", "p_scale", "p_factor", "p_share", "p_delta", "p_part", "p_gate", "p_sums"}
     names = function.arg_names
     kind = {n: "constexpr" if n in constants else "*i32" if n == "p_offset" else "*fp32" if n in fp32 else "*bf16"
             if n.startswith("p_") else "fp32" if n == "eps" else "i32" for n in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n.startswith("p_") or n == "M"}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n.startswith("p_") or n in ("M", "n")}
     source = ASTSource(fn=function, signature=kind, attrs=aligned,
                        constexprs={(names.index(n),): v for n, v in constants.items()})
     warps = kernels.n_warps(n, G, D) if n else 4
@@ -1327,7 +1331,7 @@ def compile_ahead(cell):
 
 # registers seen at width 768 on sm_90, with one depth head and with eight
 REGISTERS = {"score": (128, 190), "mix 1": (70, 76), "mix 4": (56, 72), "own": (66, 48), "pull 1": (80, 72),
-             "pull 4": (120, 151), "keyed": (96, 96)}
+             "pull 4": (120, 151), "keyed": (96, 96), "write": (32, 32), "unwrite": (48, 48)}
 
 
 def check_compiled(wanted):
