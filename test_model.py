@@ -2463,6 +2463,55 @@ def test_standard_has_no_routes_to_report(data, tmp_path, capsys):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# The study
+
+
+def test_paired_differences():
+    def rows(*losses):
+        return {str(seed): dict(loss=text) for seed, text in enumerate(losses)}
+    base, mine = rows("3.0 2.0", "3.1 2.2", "3.0 2.1"), rows("2.9 1.9", "3.0 1.9", "3.1 2.0")
+    (early, *_), (delta, error, width, won, n) = evaluation.paired(mine, base)
+    assert early == pytest.approx(-0.1 / 3) and delta == pytest.approx(-0.5 / 3) and (won, n) == (3, 3)
+    d = np.array([-0.1, -0.3, -0.1])
+    assert error == pytest.approx(d.std(ddof=1) / 3**0.5) and width == pytest.approx(4.303 * error)
+    assert evaluation.paired(rows("3.0 2.0"), base)[1][3:] == (0, 1)
+    assert evaluation.paired({"7": dict(loss="1 1")}, base) == []  # only equal seeds are pairs
+    curve = [(100, 4.0), (200, 3.0), (400, 2.0)]
+    for loss, tokens in ((2.0, 400), (1.0, 800), (2.5, 200 * 2**0.5), (3.0, 200), (4.5, 100 / 2**0.5)):
+        assert evaluation.tokens_needed(curve, loss) == pytest.approx(tokens)
+
+
+def test_a_study_trains_what_is_missing_and_compares(data, tmp_path, capsys):
+    lines = [f"{f[2:].split('=')[0]} = {f.split('=')[1]}" for f in flags("x", "x", eval_every=6, max_steps=6) if
+             not f.startswith(("--data_dir", "--out_dir", "--device", "--dtype"))]
+    config = tmp_path / "small.toml"
+    config.write_text("\n".join([*lines, f'data_dir = "{data}"', 'eval_at_tokens = "512"']), encoding="utf-8")
+
+    def study(*more):
+        evaluation.main(["study", str(config), f"--runs={tmp_path / 'runs'}", f"--out={tmp_path / 'out'}", *more])
+        return capsys.readouterr().out
+    first = study("--modes=rd:rd_control=tied", "--seeds=1,2")
+    assert first.count("done: ") == 4 and "| `rd rd_control=tied` |" in first and "/2 |" in first
+    before = (tmp_path / "out/results.csv").read_bytes()
+    again = study("--modes=rd:rd_control=tied,attnres", "--seeds=1,2", "--minutes=0")
+    assert "done: " not in again and (tmp_path / "out/results.csv").read_bytes() == before
+    assert "| `attnres` | not run |" in again
+    with open(tmp_path / "out/results.csv", newline="") as f:
+        rows = list(csv.DictReader(f))
+    assert [(r["mode"], r["knobs"], r["seed"]) for r in rows] == [
+        ("rd", "rd_control=tied", "1"), ("rd", "rd_control=tied", "2"), ("standard", "", "1"), ("standard", "", "2")]
+    assert all(r["tokens"] == "512 1536" and len(r["loss"].split()) == 2 for r in rows)
+    assert rows[2]["speed"] == rows[2]["kept"] == "1.0" and float(rows[0]["kept"]) > 1
+    figures = {p.name for p in (tmp_path / "out").glob("*.png")}
+    assert figures == {f"small_{x}.png" for x in ("loss", "difference", "speed")}
+    for argv, message in ((["--seeds=9", "--minutes=0", f"--out={tmp_path / 'new'}"], "no run of standard is finished"),
+                          (["--modes=attnress"], "did you mean attnres?"), (["--seeds=one"], "--seeds=one")):
+        with pytest.raises(SystemExit):
+            evaluation.main(["study", str(config), *argv])
+        assert message in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # README and repository
 
 
