@@ -441,6 +441,10 @@ def study(args):
             break  # out of time
         time.sleep(0.2)
     compare(args.name, rows, [key_of(args, cell) for cell in args.cells], Path(args.out))
+    if find_spec("matplotlib"):
+        draw_depth(args)
+    else:
+        print("no figures: pip install matplotlib")
     if failed:
         raise UserError(f"{len(failed)} of {len(args.cells)} runs failed; see the .txt files in {args.runs}")
 
@@ -556,8 +560,6 @@ def compare(name, rows, wanted, out):
     print(text)
     if find_spec("matplotlib"):
         draw_study(name, table, at, out)
-    else:
-        print("no figures: pip install matplotlib")
 
 
 def draw_study(name, table, at, out):
@@ -597,6 +599,50 @@ def draw_study(name, table, at, out):
         ax.annotate(mode, (t["speed"], t["loss"]), fontsize=7, xytext=(4, 3), textcoords="offset points")
     ax.set(xlabel="tokens per second, relative to `standard`", ylabel="final validation loss", title="speed and loss")
     save(fig, "speed")
+
+
+def draw_depth(args):
+    """Where the trained models read: weights of one mode, largest weight by depth, divergence of roles; first seed."""
+    import matplotlib
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+    fig, (left, middle, right) = plt.subplots(1, 3, figsize=(16, 4.6))
+    device, dtype, shown = torch.device("cpu"), torch.float32, []
+    for (mode, seed), flags in args.cells.items():
+        folder = Path(load_config(flags)[1].out_dir)
+        if seed != min(s for _, s in args.cells) or ":" in mode or not (folder / "last.pt").exists():
+            continue
+        model, saved, _ = load_model(folder, device, dtype)
+        if not hasattr(model.residual, "query") or hasattr(model.residual, "histories"):
+            continue
+        data = Tokens(saved["config"]["data_dir"], "val", model.cfg.seq_len, model.cfg.vocab_size)
+        routes = measure_routing(model, data.rows(range(min(32, data.windows))), 8, device, dtype)
+        first = [r for r in routes if "_" not in r["route"]]
+        middle.plot([r["site"] for r in first], [r["max"] for r in first], ".-", label=mode)
+        if mode == "rd":
+            part = [r for r in first if "roles" in r]
+            right.plot([r["site"] for r in part], [r["roles"] for r in part], "o-", label="trained queries")
+            right.plot([r["site"] for r in part], [r["roles_null"] for r in part], "o--", label="random queries")
+        shown.append((mode, first))
+    if not shown:
+        print("no figure of depth weights: the runs of the first seed are not on this machine")
+        return plt.close(fig)
+    mode, first = next((s for s in shown if s[0] == "attnres"), shown[0])
+    names = first[-1]["sources"] if first[-1]["place"] == "head" else max((r["sources"] for r in first), key=len)
+    table = [r["weights"] + [math.nan] * (len(names) - len(r["weights"])) for r in first]
+    image = left.imshow(table, aspect="auto", vmin=0)
+    left.set_xticks(range(len(names)), names, rotation=90, fontsize=6)
+    left.set_yticks(range(len(first)), [r["place"] for r in first], fontsize=6)
+    left.set(xlabel="source", ylabel="site that reads", title=f"depth weights of {mode}")
+    fig.colorbar(image, ax=left, label="mean weight")
+    middle.set(xlabel="site (sublayer that reads)", ylabel="largest weight, mean over tokens", ylim=(0, 1))
+    middle.legend(fontsize=7)
+    right.set(xlabel="site (sublayer that reads)", ylabel="divergence of the QK and V routes of rd (nats)",
+              ylim=(0, None))
+    right.legend(fontsize=8)
+    fig.tight_layout()
+    fig.savefig(Path(args.out) / f"{args.name}_depth.png", dpi=100)
+    return plt.close(fig)
 
 
 if __name__ == "__main__":
