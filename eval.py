@@ -105,12 +105,22 @@ def sample(args, model, saved, device, dtype):
     if not path.exists() and saved["data"]["tokenizer"] != "bytes":
         raise UserError(f"{path} is missing, so --prompt cannot be encoded: give the data's folder with --data_dir")
     encoding = get_encoding(str(path) if path.exists() else "bytes")
+    if encoding.n_vocab > model.cfg.vocab_size:
+        raise UserError(f"{path} has a vocabulary of {encoding.n_vocab}, more than the model's {model.cfg.vocab_size}: "
+                        "give the folder of the data it was trained on with --data_dir")
     ids = [encoding.eot_token, *encoding.encode_ordinary(args.prompt)]
     torch.manual_seed(args.seed)
     with autocast(device, dtype):
         prompts = torch.tensor([ids] * args.samples, device=device)
         out = model.generate(prompts, args.tokens, args.temperature, args.top_k, encoding.n_vocab)
-    return [encoding.decode(row[1:], errors="replace") for row in out.tolist()]
+    return [decode(encoding, row[1:]) for row in out.tolist()]
+
+
+def decode(encoding, ids):
+    """Text of ids. An id without a token (vocabularies may have gaps) becomes U+FFFD, as bytes that are no text do."""
+    known = {*encoding._mergeable_ranks.values(), *encoding._special_tokens.values()}
+    pieces = (encoding.decode_single_token_bytes(i) if i in known else b"\xff" for i in ids)
+    return b"".join(pieces).decode(errors="replace")
 
 
 def run(args):
@@ -405,6 +415,8 @@ def parse_study(argv):
     args.name, modes = Path(args.config).stem, dict.fromkeys(["standard", *filter(None, args.modes.split(","))])
     if not all(seed.isdecimal() for seed in args.seeds.split(",")):
         p.error(f"--seeds={args.seeds}: want numbers with commas between them")
+    if args.jobs < 1:
+        p.error(f"--jobs={args.jobs}: must be at least 1")
     args.cells = {(mode, int(seed)): None for seed in args.seeds.split(",") for mode in modes}
     for mode, seed in args.cells:
         name, *knobs = mode.split(":")

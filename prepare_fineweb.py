@@ -13,6 +13,7 @@ is prepared, and no text is ever in two splits.
 
 A shard is the .bin of llm.c and modded-nanogpt: a header of 256 int32 (magic, version, number of tokens), then the
 tokens, uint16, or uint32 where the vocabulary is larger than 65,536. It is written as .part and renamed when complete.
+The last shard of a split has what is left and is shorter; train.py reads the shards of a split as one stream.
 meta.json, written last, holds source, tokenizer, vocabulary size, counts and a CRC-32 of each shard's tokens;
 tokenizer.json all that is needed to encode and decode. The same command continues an interrupted preparation where it
 stopped, to the same bytes, and does nothing when all is done. Memory is bounded: 2 * workers + 2 chunks of a million
@@ -586,7 +587,11 @@ def get_encoding(name):
         raise UserError(f"--tokenizer={name} is unknown: give bytes, a tiktoken encoding "
                         f"({', '.join(tiktoken.list_encoding_names())}) or the path of a rank file")
     tiktoken.load.read_file = read_ranks  # the library's own waits for minutes, and its message does not help
-    return tiktoken.get_encoding(name)
+    try:
+        return tiktoken.get_encoding(name)
+    except (ValueError, OSError) as e:  # the library compares checksums, and keeps a copy under a name of its own
+        raise UserError(f"--tokenizer={name}: {first_line(e)}. If TIKTOKEN_CACHE_DIR is set, it must be a folder that "
+                        "can be written to, with whole files") from None
 
 
 def read_ranks(url):

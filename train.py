@@ -24,7 +24,6 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
 import zipfile
 import zlib
 from contextlib import nullcontext
@@ -33,6 +32,11 @@ from datetime import timedelta
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
+
+try:
+    import tomllib
+except ImportError:
+    sys.exit(f"Python 3.11 or newer is needed, this is {platform.python_version()}")
 
 import numpy as np
 import torch
@@ -213,7 +217,7 @@ class Tokens:
     """
 
     def __init__(self, data_dir, split, seq_len, vocab_size):
-        self.seq_len, self.vocab_size, self.maps = seq_len, vocab_size, {}
+        self.seq_len, self.vocab_size, self.maps, self.touched = seq_len, vocab_size, {}, 0
         folder, meta = Path(data_dir), read_meta(data_dir)
         if meta:
             if meta["vocab_size"] > vocab_size:
@@ -240,6 +244,10 @@ class Tokens:
 
     def read(self, position, n):
         """Tokens position .. position+n-1 as int64."""
+        self.touched += n + 2**15  # pages come with their neighbours, 64 KB
+        if self.touched > 2**23:
+            self.maps.clear()  # the pages touched so far go back to the system
+            self.touched = 0
         out, shard = [], int(np.searchsorted(self.starts, position, side="right")) - 1
         while n > 0:
             offset = position - int(self.starts[shard])
@@ -259,8 +267,6 @@ class Tokens:
 
     def order(self, seed, step, size):
         """Windows (size,) of a step: a function of its arguments alone; each epoch is a new permutation."""
-        if step % 100 == 0:
-            self.maps.clear()  # the pages touched so far go back to the system
         positions = np.arange(step * size, (step + 1) * size, dtype=np.uint64)
         epochs, windows = positions // np.uint64(self.windows), positions % np.uint64(self.windows)
         for epoch in np.unique(epochs):
@@ -364,7 +370,7 @@ def sum_over_ranks(values, device):
     """Element-wise sum over all processes of a list of numbers."""
     if not dist.is_initialized():
         return values
-    total = torch.tensor(values, dtype=torch.float64, device=device)
+    total = torch.tensor(values, dtype=torch.float64, device=device if device.type == "cuda" else "cpu")  # mps: no fp64
     dist.all_reduce(total)
     return total.tolist()
 
@@ -509,12 +515,16 @@ def train(cfg, t):
 
         if val and evaluation_due(t, done):
             val_loss, _ = evaluate(model, val, t.micro_batch, device, dtype, t.eval_tokens, rank, world)
+        due = signalled or done == t.max_steps or (t.save_every and done % t.save_every == 0)
+        if (due or val_loss is not None) and not all(p.isfinite().all() for p in model.parameters()):
+            raise UserError(f"step {done}: loss {loss}, gradient norm {norm}, but the update made weights that are not "
+                            "finite. The saved checkpoints are good. Lower --lr, or set --grad_clip")
         if rank == 0:
             log.step(done, loss, t.lr_at(step), norm, seconds, val_loss, data, windows)
             if val_loss is not None and val_loss < best:
                 best = val_loss
                 save_checkpoint(t.out_dir, "best.pt", checkpoint(done, best))
-            if signalled or done == t.max_steps or (t.save_every and done % t.save_every == 0):
+            if due:
                 save_checkpoint(t.out_dir, "last.pt", checkpoint(done, best) | {"optimizer": optimizer.state_dict()})
         if signalled and done < t.max_steps:
             config = shlex.quote(f"{t.out_dir}/config.toml")
@@ -605,6 +615,8 @@ def lock_run_folder(t):
         folder_lock = lock_folder(out, "training in")
         if not t.resume and any(os.path.lexists(out / name) for name in ("config.toml", "log.csv", "last.pt")):
             raise UserError(f"{out} holds a run already: go on with it (--resume=true) or choose another --out_dir")
+        for name in ("last.pt", "best.pt"):  # a kill in the middle of a save leaves these
+            (out / f"{name}.tmp").unlink(missing_ok=True)
     except OSError as e:
         raise UserError(f"cannot write to the run folder {out} ({e.strerror or e}): choose another --out_dir") from None
 
@@ -622,7 +634,8 @@ def describe_run(cfg, t):
         commit = "unknown"
         if shutil.which("git"):
             command = ["git", "-C", here, "describe", "--always", "--dirty"]
-            commit = subprocess.run(command, capture_output=True, text=True).stdout.strip() or commit
+            told = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
+            commit = told.stdout.strip() or commit
         with open(out / "environment.txt", "a", encoding="utf-8") as f:
             f.write(f"command: {shlex.join(sys.argv)}\ncommit: {commit}\n"
                     f"python: {sys.version}\ntorch: {torch.__version__}\n"
@@ -651,6 +664,8 @@ def resume(cfg, t, model, optimizer, about_data, say):
     load_weights(model, saved, path)
     options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     try:
+        for group, option in zip(saved["optimizer"]["param_groups"], options):
+            group.update(option)  # the settings of this start; `fused` among them decides where the state has to lie
         optimizer.load_state_dict(saved["optimizer"])
         for p in (p for g in optimizer.param_groups for p in g["params"]):
             if not all(optimizer.state[p][name].shape == p.shape for name in ("exp_avg", "exp_avg_sq")):
@@ -658,8 +673,6 @@ def resume(cfg, t, model, optimizer, about_data, say):
         torch.set_rng_state(saved["rng"])
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as e:
         raise UserError(f"{path}: its optimizer state does not fit the model ({first_line(e)})") from None
-    for group, option in zip(optimizer.param_groups, options):
-        group.update(option)  # the settings of this start, not those that were saved
     changed.pop("resume", None)
     news = f"; changed: {', '.join(changed.values())}" if changed else ""
     rate = f"; next learning rate {t.lr_at(saved['step']):.1e}" if saved["step"] < t.max_steps else ""
@@ -790,12 +803,22 @@ def open_tracker(t):
     return lambda values, step: None
 
 
+TORCH = 2, 8  # the oldest that has all that is used here; requirements.txt names the one that is tested
+
+
+def check_torch():
+    if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < TORCH:
+        raise UserError(f"PyTorch {torch.__version__} is older than {'.'.join(map(str, TORCH))}: "
+                        "pip install -r requirements.txt")
+
+
 def guard(name, function, *args):
     """Run a script's main function: whatever a user can mend ends with one line, and processes end without noise."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # the terminal need not know every character
     code, error = 0, None
     try:
+        check_torch()
         function(*args)
     except UserError as e:
         error = str(e)
