@@ -2511,7 +2511,8 @@ def test_a_study_trains_what_is_missing_and_compares(data, tmp_path, capsys):
     figures = {p.name for p in (tmp_path / "out").glob("*.png")}
     assert figures == {f"small_{x}.png" for x in ("loss", "difference", "speed", "depth")}
     for argv, message in ((["--seeds=9", "--minutes=0", f"--out={tmp_path / 'new'}"], "no run of standard is finished"),
-                          (["--modes=attnress"], "did you mean attnres?"), (["--seeds=one"], "--seeds=one")):
+                          (["--modes=attnress"], "did you mean attnres?"), (["--seeds=one"], "--seeds=one"),
+                          (["--jobs=0"], "--jobs=0: must be at least 1")):
         with pytest.raises(SystemExit):
             evaluation.main(["study", str(config), *argv])
         assert message in capsys.readouterr().err
@@ -2566,6 +2567,436 @@ def inspect_forward():
     source = inspect.getsource(model_file.GPT.forward)
     assert not set(MODES) & set(re.findall(r"\w+", source))
     return len(source.splitlines())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What users of such repositories run into
+
+
+PREFIXES = ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."]
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_a_run_goes_on_from_a_wrapped_model_and_saves_plain_names(prefix, data, tmp_path):
+    """Twice in a row: what was loaded from a file with prefixes must not bring them into the next one."""
+    run_training(data, tmp_path, max_steps=2)
+    names = make("standard", n_layer=2).state_dict().keys()
+    for steps in (3, 4):
+        saved = torch.load(tmp_path / "last.pt", weights_only=True)
+        assert saved["model"].keys() == names
+        saved["model"] = {prefix + k: v for k, v in saved["model"].items()}
+        torch.save(saved, tmp_path / "last.pt")
+        assert len(run_training(data, tmp_path, resume="true", max_steps=steps)) == steps
+    assert evaluation.load_model(tmp_path, torch.device("cpu"), torch.float64)[1]["step"] == 4
+
+
+def test_compiling_changes_no_names_and_compiles_few_times(monkeypatch):
+    """Layers share their graphs, also between training and evaluation: a deep model stays far from dynamo's limit."""
+    from torch._dynamo.testing import CompileCounter
+    for mode in ("attnres", "rd"):
+        torch._dynamo.reset()
+        model, idx, counter = make(mode, n_layer=10, route_impl="fused"), tokens(), CompileCounter()
+        names = list(model.state_dict())
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
+            assert train.compile_model(model, "on", torch.device("cpu"), print).startswith("on")
+        for _ in range(2):
+            gradients(model, idx)
+            with torch.no_grad():
+                loss_of(model, idx)
+        assert 2 < counter.frame_count <= 8 and list(model.state_dict()) == names
+
+
+def test_nothing_asks_for_a_gpu_on_the_cpu(data, tmp_path, capsys, monkeypatch):
+    def asked(*args, **kwargs):
+        raise AssertionError("CUDA was initialised")
+    for name in ("_lazy_init", "set_device", "get_device_name", "is_bf16_supported"):
+        monkeypatch.setattr(torch.cuda, name, asked)
+    run_training(data, tmp_path / "a", dtype="auto", max_steps=1)
+    assert re.search(r"device: cpu \(as asked\); dtype: (float32|bfloat16) \(.*here\)", capsys.readouterr().out)
+    evaluation.main([str(tmp_path / "a"), "--device=cpu"])
+
+
+def test_bfloat16_is_taken_where_the_gpu_has_it(monkeypatch):
+    for has, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda has=has, **kwargs: has)
+        assert train.choose_dtype("auto", torch.device("cuda"))[0] == dtype
+    with pytest.raises(UserError, match="this GPU has no bfloat16; use --dtype=float32"):
+        train.choose_dtype("bfloat16", torch.device("cuda"))
+
+
+def test_without_triton_all_works_and_without_tomllib_one_line_says_why():
+    code = f"import sys; sys.path.insert(0, {str(HERE)!r}); sys.modules[sys.argv[1]] = None; import {{}}"
+    for missing, module, message in (("triton", "kernels, model", ""), ("tomllib", "train", "Python 3.11 or newer")):
+        result = subprocess.run([sys.executable, "-c", code.format(module), missing], capture_output=True, text=True)
+        assert message in result.stderr and result.returncode == bool(message)
+        assert len(result.stderr.splitlines()) == bool(message)
+
+
+def test_an_old_pytorch_is_named(capsys, monkeypatch):
+    for version, old in (("2.7.1+cu126", True), ("1.13.1", True), ("2.8.0a0+git", False), ("3.0", False)):
+        monkeypatch.setattr(torch, "__version__", version)
+        with pytest.raises(SystemExit) if old else contextlib.nullcontext():
+            train.guard("train.py", lambda: None)
+        assert capsys.readouterr().err == old * (f"train.py: PyTorch {version} is older than 2.8: pip install -r "
+                                                 "requirements.txt\n")
+
+
+def test_val_shards_may_be_missing_only_where_they_are_not_needed(tmp_path):
+    shard(tmp_path / "d/x_train_0.bin", range(300))
+    with pytest.raises(UserError, match="d holds no val shards .*prepare_fineweb.py .*without val with --eval_every=0"):
+        run_training(tmp_path / "d", tmp_path / "a", vocab_size=300)
+    assert len(run_training(tmp_path / "d", tmp_path / "a", vocab_size=300, eval_every=0)) == 6
+
+
+def test_a_wrong_file_in_the_tokenizer_cache_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    (tmp_path / "r50k_base.tiktoken").write_bytes(b"half a file")
+    with pytest.raises(UserError, match="--tokenizer=r50k_base: Hash mismatch .*base.tiktoken.*TIKTOKEN_CACHE_DIR"):
+        prepare_fineweb.get_encoding("r50k_base")
+
+
+def test_training_and_sampling_never_touch_the_network(data, tmp_path, monkeypatch):
+    import socket
+
+    def touched(*args, **kwargs):
+        raise AssertionError("the network was used")
+    monkeypatch.setattr(socket.socket, "connect", touched)
+    monkeypatch.setattr(socket, "getaddrinfo", touched)
+    run_training(data, tmp_path / "a", max_steps=1)
+    evaluation.main([str(tmp_path / "a"), "--prompt=a", "--tokens=2", "--device=cpu"])
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_micro_steps_make_up_the_step_or_the_nearest_legal_numbers_are_named(world):
+    cfg = GPTConfig(vocab_size=61, seq_len=32)
+    for wanted in (1, 100, 192, 5000, 6144):
+        t = train.TrainConfig(micro_batch=2, tokens_per_step=wanted)
+        try:
+            n = train.check_batch(cfg, t, world)
+        except UserError as e:
+            legal = [int(n) for n in re.findall(r"--tokens_per_step=(\d+)", str(e))]
+            assert f"tokens_per_step={wanted} does not divide" in str(e) and legal and max(legal) > wanted
+            n = [train.check_batch(cfg, dataclasses.replace(t, tokens_per_step=x), world) for x in legal]
+            assert min(n) >= 1 and (len(n) == 1 or n[1] == n[0] + 1)
+        else:
+            assert n >= 1 and n * world * 2 * 32 == wanted
+
+
+def test_weights_that_are_not_finite_are_never_saved(data, tmp_path, monkeypatch):
+    """The loss of the step is still good when the update spoils the weights, and a save may be due at once."""
+    step, calls = torch.optim.AdamW.step, []
+
+    def poison(self, *args):
+        step(self, *args)
+        calls.append(1)
+        if len(calls) == 4:
+            self.param_groups[0]["params"][0].data[0, 0] = math.inf
+    monkeypatch.setattr(torch.optim.AdamW, "step", poison)
+    with pytest.raises(UserError, match="step 4: loss [0-9.]+, gradient norm .* weights that are not finite"):
+        run_training(data, tmp_path / "a", eval_every=0)
+    assert train.load_checkpoint(tmp_path / "a" / "last.pt")["step"] == 2
+
+
+def test_a_kill_in_the_middle_of_a_save_leaves_the_old_checkpoint(data, tmp_path, monkeypatch):
+    run_training(data, tmp_path, max_steps=2)
+    good, save = (tmp_path / "last.pt").read_bytes(), torch.save
+
+    def half(content, file):
+        file.write(good[:1000])
+        raise KeyboardInterrupt  # as good as a kill: nothing of save_checkpoint's own runs after it
+    monkeypatch.setattr(torch, "save", half)
+    with pytest.raises(KeyboardInterrupt):
+        run_training(data, tmp_path, resume="true", max_steps=4, eval_every=0)
+    assert (tmp_path / "last.pt").read_bytes() == good and (tmp_path / "last.pt.tmp").exists()
+    monkeypatch.setattr(torch, "save", save)
+    (tmp_path / "best.pt.tmp").write_bytes(b"half")
+    assert len(run_training(data, tmp_path, resume="true", max_steps=4, eval_every=0)) == 4
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_resuming_keeps_nothing_of_the_file_in_memory(data, tmp_path, monkeypatch):
+    import weakref
+    load, step, seen, alive = train.load_checkpoint, torch.optim.AdamW.step, [], []
+
+    def loading(path):
+        content = load(path)
+        assert {v.device.type for v in content["model"].values()} == {"cpu"}
+        seen.extend(weakref.ref(v) for v in content["model"].values())
+        return content
+
+    def stepping(self, *args):
+        alive.append(sum(r() is not None for r in seen))
+        return step(self, *args)
+    run_training(data, tmp_path, max_steps=2)
+    monkeypatch.setattr(train, "load_checkpoint", loading)
+    monkeypatch.setattr(torch.optim.AdamW, "step", stepping)
+    run_training(data, tmp_path, max_steps=4, resume="true")
+    assert seen and alive == [0, 0]
+
+
+def test_the_optimizer_goes_on_with_the_settings_of_this_start(data, tmp_path, monkeypatch):
+    """`fused` of a file from another device would put the step counters where this device's optimizer has none."""
+    run_training(data, tmp_path, max_steps=2)
+    saved, load = torch.load(tmp_path / "last.pt", weights_only=True), torch.optim.AdamW.load_state_dict
+    for group in saved["optimizer"]["param_groups"]:
+        group.update(fused=False, foreach=True, weight_decay=7.0)
+    torch.save(saved, tmp_path / "last.pt")
+    seen = []
+
+    def loading(self, state):
+        seen.extend((g["fused"], g["foreach"], g["weight_decay"]) for g in state["param_groups"])
+        load(self, state)
+        assert all(v.device == p.device for p, s in self.state.items() for v in s.values())
+    monkeypatch.setattr(torch.optim.AdamW, "load_state_dict", loading)
+    run_training(data, tmp_path, max_steps=3, resume="true")
+    assert seen == [(True, None, 0.1), (True, None, 0.0)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_does_not_grow_with_a_long_evaluation(tmp_path):
+    """A split is read from end to end without `order`, which is called by training alone."""
+    n = 40_000_000
+    shard(tmp_path / "x_val_0.bin", [], count=n)
+    os.truncate(tmp_path / "x_val_0.bin", 1024 + 2 * n)
+
+    def resident():
+        return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * 4096
+    stream = train.Tokens(tmp_path, "val", 1024, 100)
+    before = resident()
+    for first in range(0, n - 2**16, 2**16):
+        stream.read(first, 2**16)
+    assert resident() - before < 40e6  # of 80 MB
+
+
+def test_more_steps_than_data_begin_another_epoch(tmp_path, capsys):
+    """Also where a run is resumed in the last windows of one: the same batches as in one go."""
+    shard(tmp_path / "d/x_train_0.bin", np.random.default_rng(0).integers(300, size=700))  # 21 windows, 8 in a step
+    settings = dict(vocab_size=300, eval_every=0, max_steps=9, lr=1e-3)
+    rows = run_training(tmp_path / "d", tmp_path / "whole", **settings)
+    assert len(rows) == 9 and len({r["crc"] for r in rows}) == 9 and "3.43 epochs" in capsys.readouterr().out
+    for step in (2, 5):
+        run_training(tmp_path / "d", tmp_path / str(step), **settings | dict(max_steps=step))
+        again = run_training(tmp_path / "d", tmp_path / str(step), **settings | dict(resume="true"))
+        assert [r["crc"] for r in again] == [r["crc"] for r in rows]
+
+
+def test_commands_name_no_port_and_take_a_free_one():
+    files = [*HERE.glob("*.py"), *HERE.glob("*.md"), *HERE.glob("configs/*.toml"), *HERE.glob(".ci/*")]
+    for path in (p for p in files if p.name != Path(__file__).name):
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"2950\d|MASTER_PORT['\"]?\]? ?=|master[_-]port", text), path
+        assert text.count("torchrun --standalone --nproc") == text.count("torchrun --"), path
+
+
+@pytest.mark.parametrize("device, backend", [("cpu", "gloo"), ("cuda", "nccl"), ("mps", "gloo")])
+def test_the_device_decides_the_backend(device, backend, monkeypatch):
+    """And sums of numbers go through memory that has float64: a lone process under torchrun takes part in them too."""
+    started, dist = [], train.dist
+    monkeypatch.setattr(dist, "init_process_group", started.append)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    for name in ("WORLD_SIZE", "RANK"):  # left behind by something else: still a run of its own
+        monkeypatch.setenv(name, "1")
+    assert train.start_processes(torch.device(device)) == (0, 1) and not started
+    monkeypatch.setattr(train, "launched", lambda: True)
+    assert train.start_processes(torch.device(device)) == (0, 1) and started == [backend]
+    if device != "cuda":
+        monkeypatch.setattr(dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(dist, "all_reduce", lambda total: None)
+        assert train.sum_over_ranks([1.0, 2**40 + 1], torch.device(device)) == [1.0, 2**40 + 1]
+
+
+def test_the_other_processes_wait_for_hours_and_hear_of_mistakes(monkeypatch):
+    """What one process does for all, such as preparing the data, takes longer than the usual time limits."""
+    groups, told = [], []
+    monkeypatch.setattr(train.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(train.dist, "new_group", lambda **settings: groups.append(settings))
+    monkeypatch.setattr(train.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(train.dist, "broadcast_object_list", lambda values, group: told.extend(values))
+
+    def mistaken():
+        raise UserError("no such folder")
+    with pytest.raises(UserError, match="no such folder"):
+        train.on_first_rank(mistaken)
+    assert told == ["no such folder"] and groups[0]["backend"] == "gloo"
+    assert groups[0]["timeout"].total_seconds() > 24 * 3600
+
+
+def test_one_clip_of_the_gradient_of_the_whole_step(data, tmp_path):
+    """With every step clipped, runs differ unless the sum over micro-steps, and nothing else, is what is clipped."""
+    runs = [run_training(data, tmp_path / str(n), micro_batch=n, grad_clip=0.05, eval_every=0) for n in (1, 4, 8)]
+    for rows in runs:
+        for a, b in zip(rows, runs[0]):
+            assert float(a["grad_norm"]) > 0.1
+            for key in ("loss", "grad_norm"):
+                assert float(a[key]) == pytest.approx(float(b[key]), abs=1e-10)
+
+
+TWO_PROCESSES = """
+import hashlib, json, os, signal, sys
+sys.path.insert(0, HERE)
+import train
+rank, clip, forward, models = int(os.environ["RANK"]), train.torch.nn.utils.clip_grad_norm_, train.GPT.forward, []
+
+def run(argv, at_3=lambda: None, factor=1.0):
+    calls = []
+    def clipping(*args):
+        calls.append(1)
+        if rank and len(calls) == 3:
+            at_3()
+        return clip(*args)
+    def scaled(self, *args):
+        models[:] = [self]
+        logits, loss = forward(self, *args)
+        return logits, loss * factor if rank and loss is not None and len(calls) == 2 else loss
+    train.torch.nn.utils.clip_grad_norm_, train.GPT.forward = clipping, scaled
+    try:
+        train.train(*train.load_config(argv))
+    except (train.UserError, SystemExit) as e:
+        return str(e)
+
+clipped, spoilt, stopped, failing = ARGVS
+run(clipped)
+found = {"weights": hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in models[0].parameters())).hexdigest()}
+found["spoilt"] = run(spoilt, factor=float("nan"))
+found["stopped"] = run(stopped, at_3=lambda: os.kill(os.getpid(), signal.SIGTERM))
+with open(f"{OUT}/{rank}.json", "w", encoding="utf-8") as f:
+    json.dump(found, f)
+def fail():
+    train.time.sleep = lambda seconds: None
+    raise RuntimeError("rank one fails")
+train.guard("train.py", lambda: run(failing, at_3=fail))
+"""
+
+
+def test_two_processes_clip_alike_and_stop_together(data, tmp_path):
+    """One clip of the averaged gradient; a bad loss, a signal or an error of one process ends both."""
+    settings = dict(clipped=dict(grad_clip=0.05, max_steps=4), spoilt={}, stopped=dict(max_steps=10**5, save_every=0),
+                    failing=dict(max_steps=10**5))
+    argvs = [flags(data, tmp_path / "runs" / name, eval_every=0, **s) for name, s in settings.items()]
+    driver = tmp_path / "driver.py"
+    driver.write_text(f"HERE, OUT, ARGVS = {str(HERE)!r}, {str(tmp_path)!r}, {argvs!r}\n{TWO_PROCESSES}", "utf-8")
+    result = run_script(driver, processes=2, timeout=90)
+    assert result.returncode != 0 and "rank one fails" in result.stderr, result.stderr[-3000:]
+    assert "destroy_process_group" not in result.stderr
+    zero, one = (json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in (0, 1))
+    assert zero == one and zero["stopped"] == "143" and "step 3: loss nan, gradient norm nan" in zero["spoilt"]
+    for name, step in (("spoilt", 2), ("stopped", 3)):
+        saved = torch.load(tmp_path / "runs" / name / "last.pt", weights_only=True)
+        assert saved["step"] == step and saved["model"].keys() == make("standard", n_layer=2).state_dict().keys()
+    for a, b in zip(read_log(tmp_path / "runs/clipped"), run_training(data, tmp_path / "one", eval_every=0,
+                                                                      **settings["clipped"]), strict=True):
+        assert float(a["grad_norm"]) > 0.1 and all(
+            float(a[k]) == pytest.approx(float(b[k]), abs=1e-10) for k in ("loss", "grad_norm"))
+
+
+def test_a_second_interrupt_ends_the_run_at_once(monkeypatch):
+    monkeypatch.setattr(signal, "signal", lambda *args: None)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    for numbers, code in (([signal.SIGINT, signal.SIGINT], 130), ([signal.SIGINT, signal.SIGTERM], None)):
+        stop = train.StopSignal()
+        stop.handle(numbers[0], None)
+        assert stop.number == signal.SIGINT
+        with pytest.raises(SystemExit, match="130") if code else contextlib.nullcontext():
+            stop.handle(numbers[1], None)
+
+
+def test_the_locale_does_not_change_the_shards(data, tmp_path):
+    """The documents have accents, and a snowman."""
+    result = run_script(HERE / "prepare_fineweb.py", f"--source={data.parent / 'text'}", f"--out={tmp_path / 'ö'}",
+                        "--holdout=10", "--shard_tokens=30000", "--workers=1", PYTHONUTF8="0",
+                        PYTHONCOERCECLOCALE="0", LC_ALL="C")
+    assert result.returncode == 0, result.stderr
+    for path in data.glob("*.bin"):
+        assert path.read_bytes() == (tmp_path / "ö" / path.name).read_bytes()
+
+
+def jitted():
+    """{name: plain function} of what Triton compiles."""
+    found = {name: getattr(f, "fn", None) for name, f in vars(kernels).items()}
+    return {name: f for name, f in found.items() if getattr(f, "__module__", "") == "kernels"}
+
+
+def test_kernels_read_no_globals_but_other_kernels():
+    """A newer Triton refuses module constants that are not declared as such."""
+    functions = jitted()
+    assert len(functions) == 7
+    for name, f in functions.items():
+        used = set(f.__code__.co_names) & set(vars(kernels))
+        assert used <= {"tl", *functions}, name
+
+
+def test_offsets_of_kernels_are_64_bit():
+    """Rows, planes and pairs are widened before they are multiplied: banks may have more than 2^31 elements."""
+    import inspect
+    for name, f in jitted().items():
+        source = inspect.getsource(f)
+        for use in re.findall(r"tl\.program_id\(0\)(.{0,14})", source):
+            assert use.startswith((".to(tl.int64)", " * 3")), (name, use)  # the latter: one program in 1024 elements
+        wide = ["int64", "plane_of("] + ["plane * M"] * ("plane = plane_of(" in source)  # plane_of is checked below
+        wide += ["o_raw[None, :]"] * bool(re.search(r"o_raw = .*\.to\(tl\.int64\)", source))
+        for line in source.splitlines():
+            assert not re.search(r"\* M\b", line) or any(w in line for w in wide), (name, line)
+    assert "return tl.cast(slot + PAIRS * (tl.maximum(slot - 1, 0) // 2), tl.int64)" in inspect.getsource(
+        jitted()["plane_of"])
+
+
+@pytest.mark.parametrize("impl", ["reference", "fused"])
+def test_kept_memory_grows_with_the_depth_and_not_with_its_square(impl):
+    models = [make("attnres", n_layer=n, n_embd=256, route_impl=impl, dtype=torch.float32) for n in (4, 8, 16)]
+    a, b, c = (kernels.kept_bytes(model, tokens()[:1, :16], contextlib.nullcontext) for model in models)
+    assert 1.8 < (c - b) / (b - a) < 2.2  # of twice the layers added; copies of what each site reads would make it 4
+
+
+def test_operations_are_counted_as_pytorch_counts_them():
+    """Whether the head is tied or not. Attention is added by hand: two products over half a square."""
+    from torch.utils.flop_counter import FlopCounterMode
+    idx, counts = tokens(2, 64)[:, :64], set()
+    for tied in (True, False):
+        model = make("standard", dtype=torch.float32, seq_len=64, n_embd=64, tie_embeddings=tied)
+        cfg = model.cfg
+        with FlopCounterMode(display=False) as counter:
+            loss_of(model, tokens(2, 64))
+        matrices = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
+        attention = 2 * 2 * idx.numel() * 64 * cfg.n_layer * cfg.n_head * cfg.head_dim / 2
+        counts.add(counted := kernels.flops_per_step(model, idx))
+        assert counted == pytest.approx(3 * (matrices + attention), rel=0.02)
+    assert max(counts) < 1.001 * min(counts)
+
+
+def test_ids_without_a_token_are_shown_and_padding_is_never_sampled(data, tmp_path, capsys):
+    """Vocabularies have gaps (cl100k_base has), and models are padded beyond them."""
+    ranks = write_ranks(tmp_path / "gap.tiktoken", {b" has": 400})
+    encoding = prepare_fineweb.get_encoding(str(ranks))
+    assert evaluation.decode(encoding, [104, 300, 258, 401]) == "h\ufffd the<|endoftext|>"
+    assert evaluation.decode(encoding, list("é☃".encode())) == "é☃"
+    torch.manual_seed(0)
+    out = make("standard").generate(tokens()[:, :1], 200, temperature=5.0, n_vocab=7)[:, 1:]
+    assert out.max() < 7 and len(out.unique()) == 7
+    run_training(data, tmp_path / "a", max_steps=1)
+    prepare_fineweb.save_encoding(encoding, tmp_path / "tokenizer.json")
+    with pytest.raises(SystemExit):
+        evaluation.main([str(tmp_path / "a"), "--prompt=x", f"--data_dir={tmp_path}", "--device=cpu"])
+    assert "tokenizer.json has a vocabulary of 402, more than the model's 257" in capsys.readouterr().err
+
+
+def test_a_worker_that_dies_is_said_and_idle_workers_do_no_harm(tmp_path):
+    with pytest.raises(UserError, match="a worker process died .* goes on"):
+        list(prepare_fineweb.in_order([((3,), "")], os._exit, 2, "bytes"))
+    path = write_corpus(tmp_path, ".jsonl", ["one", "two", "three"])
+    meta = prepare(path, tmp_path / "d", "--workers=4", *TRAIN_ONLY)
+    assert documents(tmp_path / "d", meta, "train") == ["one", "two", "three"]
+
+
+def test_counts_of_tokens_have_64_bits(tmp_path, monkeypatch):
+    for i in range(3):
+        shard(tmp_path / f"x_train_{i}.bin", [1])
+    monkeypatch.setattr(train, "read_header", lambda path: (np.int32(2**31 - 1), np.dtype("<u2")))
+    stream = train.Tokens(tmp_path, "train", 1024, 100)
+    assert stream.total == 3 * (2**31 - 1) and stream.windows == (stream.total - 1) // 1024
+    order = stream.order(1, 10**6, 488)  # step a million of half a million tokens
+    assert order.max() < stream.windows and len(set(order.tolist())) == 488
 
 
 if __name__ == "__main__":
