@@ -2101,7 +2101,7 @@ PAPER_SHAPES = {  # config -> the paper's vocabulary, parameters in millions (sp
 
 
 def test_configurations_have_the_papers_shapes():
-    assert {p.stem for p in HERE.glob("configs/*.toml")} == {*PAPER_SHAPES, "tiny"}
+    assert {p.stem for p in HERE.glob("configs/*.toml")} == {*PAPER_SHAPES, "tiny", "study"}
     for name, (vocabulary, millions, spread) in PAPER_SHAPES.items():
         path = HERE / "configs" / f"{name}.toml"
         cfg, t = train.load_config([str(path)])
@@ -2558,7 +2558,7 @@ def test_the_small_print_of_the_code():
         if path.name != "test_model.py":
             assert "assert True" not in text and ".float()" not in text
             for call in re.findall(r"(?<![.\w])open\([^\n]*", text):  # text is UTF-8, whatever the system's locale
-                assert "encoding=" in call or re.search(r'"[rw]\+?b"', call), f"{path.name}: {call}"
+                assert "encoding=" in call or re.search(r'"[rwa]\+?b"', call), f"{path.name}: {call}"
     assert inspect_forward() <= 10
 
 
