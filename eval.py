@@ -423,7 +423,9 @@ def parse_study(argv):
         out = Path(args.runs) / f"{args.name}-{'-'.join([name, *knobs]).replace('=', '-')}-seed{seed}"
         args.cells[mode, seed] = [args.config, f"--residual_mode={name}", *(f"--{k}" for k in knobs), f"--seed={seed}",
                                   f"--out_dir={out}", "--resume=true"]
-        load_config(args.cells[mode, seed])  # mistakes are told before anything runs
+        t = load_config(args.cells[mode, seed])[1]  # mistakes are told before anything runs
+        if not (t.eval_every and t.eval_at_tokens):
+            raise UserError(f"{args.config} needs eval_every and eval_at_tokens: the losses that a study compares")
     return args
 
 

@@ -1233,6 +1233,10 @@ def test_geometry_of_the_bank():
             for k in range(chain.columns(t)):
                 slot = min(k * chain.step, chain.cap(t))
                 assert chain.plane(k, t) == slot + chain.pairs * (max(slot - 1, 0) // 2)
+        chain.start(torch.zeros(1, 1, residual.width))
+        for route in chain.route if isinstance(chain.route, list) else [chain.route]:
+            single = [u for u in range(chain.U) if route.offset[u + 1] - route.offset[u] == 1]
+            assert len(single) >= 1 and not route.q[single].any()  # no choice: rounding must not make a gradient of it
 
 
 @contextlib.contextmanager
@@ -2512,9 +2516,11 @@ def test_a_study_trains_what_is_missing_and_compares(data, tmp_path, capsys):
     assert figures == {f"small_{x}.png" for x in ("loss", "difference", "speed", "depth")}
     for argv, message in ((["--seeds=9", "--minutes=0", f"--out={tmp_path / 'new'}"], "no run of standard is finished"),
                           (["--modes=attnress"], "did you mean attnres?"), (["--seeds=one"], "--seeds=one"),
-                          (["--jobs=0"], "--jobs=0: must be at least 1")):
+                          (["--jobs=0"], "--jobs=0: must be at least 1"), (None, "needs eval_every and eval_at_tokens")):
+        if argv is None:
+            config.write_text(config.read_text(encoding="utf-8").replace("eval_at_tokens", "# "), encoding="utf-8")
         with pytest.raises(SystemExit):
-            evaluation.main(["study", str(config), *argv])
+            evaluation.main(["study", str(config), *(argv or [])])
         assert message in capsys.readouterr().err
 
 
