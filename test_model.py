@@ -3012,5 +3012,210 @@ def test_damaged_inputs_are_refused_in_one_line_or_mean_what_they_meant(inputs, 
     assert missing == ["checkpoint_with_code accepted", "log refused"]  # and every other outcome was seen
 
 
+# Command lines: (script and arguments; what its one line says). {d}: shards, {r}: a run, {t}: a folder for anything.
+TRAIN = "train.py --data_dir={d} --out_dir={t}/new --n_head=2 --n_embd=32 --n_layer=2 --seq_len=32 --micro_batch=2 "
+MISTAKES = [
+    ("train.py {r}/config.toml --out_dir={t}/new --vocab_size=4611686018427387902", "out of memory"),
+    ("eval.py {r} --batch=0", "--batch=0: out of range"),
+    ("prepare_fineweb.py --source={t} --out=", "--out is empty"),
+    ("kernels.py --nope", "knows --quick, --json and --model, not --nope"),
+    ("train.py {r}/config.toml", "holds a run already"),
+    ("train.py nothere.toml", "cannot read nothere.toml"),
+    ("train.py {d}/meta.json", "expected a .toml file"),
+    ("train.py --n_lyer=3", "unknown key 'n_lyer', did you mean n_layer?"),
+    ("train.py --lr", "--lr needs a value"),
+    ("train.py --lr=1e-3 extra", "'extra': expected a .toml file"),
+    ("train.py --tracker=one\ntwo", r"tracker=one\ntwo is unknown"),
+    ("train.py --n_layer=1000000000000", "n_layer=1000000000000: must be at most 10,000"),
+    ("train.py --seed=" + "9" * 5000, "must be a whole number"),
+    (TRAIN + "--tokens_per_step=100", "use --tokens_per_step=64 or --tokens_per_step=128"),
+    (TRAIN + "--tokens_per_step=128 --residual_mode=hc --route_impl=fused", "route_impl=fused: residual_mode=hc"),
+    (TRAIN + "--tokens_per_step=128 --n_ffn=4611686018427387902", "out of memory"),
+    (TRAIN + "--tokens_per_step=128 --vocab_size=100", "vocabulary of 257, more than vocab_size=100"),
+    ("train.py --data_dir={t}/nothing", "no data in {t}/nothing: prepare it"),
+    ("train.py --data_dir={t}/nothing --prepare=--sorce=x", "unrecognized arguments: --sorce=x"),
+    ("eval.py", "the following arguments are required: run"),
+    ("eval.py {t}/nothing", "does not exist"),
+    ("eval.py {t}", "holds no checkpoint"),
+    ("eval.py {r}/config.toml", "not a usable checkpoint"),
+    ("eval.py {r} --splt=val", "unrecognized arguments: --splt=val"),
+    ("eval.py {r} --split=vall", "invalid choice: 'vall'"),
+    ("eval.py {r} --data_dir={t}/nothing", "no data in {t}/nothing"),
+    ("eval.py {r} --temperature=nan --prompt=x", "--temperature=nan: out of range"),
+    ("eval.py {r} --routing", "residual_mode=standard has no routes"),
+    ("eval.py study", "the following arguments are required: config"),
+    ("eval.py study {r}/config.toml --seeds=a", "--seeds=a: must be whole numbers"),
+    ("eval.py study {r}/config.toml --jobs=0", "--jobs=0: must be at least 1"),
+    ("eval.py study {r}/config.toml --modes=attnress", "did you mean attnres"),
+    ("eval.py study {r}/config.toml --modes=rd:heads=2", "unknown key 'heads'"),
+    ("prepare_fineweb.py", "the following arguments are required: --out"),
+    ("prepare_fineweb.py --source={t}/nothing --out={t}/o", "no such file or folder"),
+    ("prepare_fineweb.py --source={r} --out={t}/o", "no file that ends in .txt"),
+    ("prepare_fineweb.py --source= --out={t}/o", "--source is empty"),
+    ("prepare_fineweb.py --source={r}/last.pt --format=jsonl --out={t}/o", "not JSON"),
+    ("prepare_fineweb.py --source={r}/last.pt --format=txt --out={t}/o", "not valid UTF-8"),
+    ("prepare_fineweb.py --source=stdlib --out={t}/o --tokenizer=gpt5", "--tokenizer=gpt5 is unknown"),
+    ("prepare_fineweb.py --source=stdlib --out={t}/o --holdout=50", "--holdout=50: must be 1 to 49"),
+    ("prepare_fineweb.py --source=stdlib --out=/proc/nope", "cannot write to this folder"),
+    ("prepare_fineweb.py --verify --out={t}/nothing", "no data in {t}/nothing"),
+    ("kernels.py --model --fast", "not --fast")]
+
+
+@pytest.mark.parametrize("mistakes", ordinary(MISTAKES[:4], slow=MISTAKES[4:]), ids=len)
+def test_a_command_line_with_a_mistake_ends_in_one_line(mistakes, data, tmp_path):
+    run_training(data, tmp_path / "run", max_steps=1, eval_every=0)
+    (tmp_path / "t").mkdir()
+    places, failures = dict(d=data, r=tmp_path / "run", t=tmp_path / "t"), []
+    for command, message in mistakes:
+        words = [word.format(**places) for word in command.split(" ") if word]
+        start = time.monotonic()
+        result = run_script(HERE / words[0], *words[1:], timeout=60)
+        output = [*result.stdout.splitlines(), *result.stderr.splitlines()]
+        good = result.returncode not in (0, -signal.SIGKILL) and len(result.stderr.splitlines()) == 1 and output[
+            -1].startswith(words[0]) and message.format(**places) in output[-1] and time.monotonic() - start < 30
+        if not good:
+            failures.append(f"{command[:200]!r} took {time.monotonic() - start:.0f} s, exit code {result.returncode}: "
+                            f"{output[-3:]}")
+    assert not failures, "\n".join(failures)
+
+
+# Odd users
+
+
+def test_folders_may_have_any_name_and_data_may_be_read_only(data, tmp_path, capsys):
+    import shlex
+    import shutil
+    source, out = tmp_path / "Daten ☃ 'a' $b", tmp_path / "ein Lauf; \"é\" --x"
+    shutil.copytree(data, source)
+    for path in (*source.iterdir(), source):
+        path.chmod(path.stat().st_mode & ~0o222)
+
+    def state():  # root can write all the same, so what is there is compared
+        return {p.name: (p.stat().st_mtime_ns, p.stat().st_size) for p in (source, *source.iterdir())}
+    before = state()
+    run_training(source, out, dtype="float32")
+    line = capsys.readouterr().out.strip().splitlines()[-1]
+    assert shlex.split(line.split("evaluate with: ")[1]) == ["python", "eval.py", str(out)]
+    evaluation.main([str(out), "--json", "--device=cpu"])
+    evaluation.main([str(out), "--prompt=é", "--tokens=3", "--json", "--device=cpu"])
+    loss, texts = map(json.loads, capsys.readouterr().out.splitlines())
+    assert loss["run"] == str(out) and texts[0].startswith("é")
+    _, t = train.load_config([str(out / "config.toml")])
+    assert (t.data_dir, t.out_dir) == (str(source), str(out))
+    run_training(source, out, dtype="float32", resume="true", max_steps=7)
+    assert state() == before
+    source.chmod(0o755)
+
+
+@pytest.mark.parametrize("options", ordinary([], slow=["-O"]))  # slow: all of PyTorch is compiled anew for python -O
+def test_two_runs_at_a_time_do_not_disturb_each_other(options, data, tmp_path):
+    processes = [alone([sys.executable, *more, HERE / "train.py", *flags(data, tmp_path / name, dtype="float32")])
+                 for name, more in (("a", []), ("b", options))]
+    for process in processes:
+        text = process.communicate(timeout=120)[0]
+        assert process.returncode == 0, text
+    assert same_weights(tmp_path / "a/last.pt", tmp_path / "b/last.pt")
+    assert measured(read_log(tmp_path / "a")) == measured(read_log(tmp_path / "b"))
+
+
+@pytest.mark.parametrize("lacking", ["triton and a compiler", "kernels.py"])
+def test_what_is_missing_is_said_and_the_rest_works(lacking, data, tmp_path):
+    import shutil
+    code, place = tmp_path / "code", {"PATH": "/nonexistent", "CC": "/nonexistent/cc", "CXX": "/nonexistent/cc"}
+    code.mkdir()
+    for path in HERE.glob("*.py"):
+        shutil.copy(path, code)
+    block = "sys.modules['triton'] = None" if lacking != "kernels.py" else (code / "kernels.py").unlink() or ""
+    argv = flags(data, tmp_path / "run", residual_mode="attnres", dtype="float32", max_steps=2,
+                 compile="on" if block else "off")
+    driver = code / "driver.py"
+    driver.write_text(f"import sys\n{block}\nimport train\ntrain.main({argv!r})\nimport eval\n"
+                      f"eval.main([{str(tmp_path / 'run')!r}])\n"
+                      f"eval.main([{str(tmp_path / 'run')!r}, '--prompt=a', '--tokens=3'])\n"
+                      f"train.main([*{argv!r}, '--route_impl=fused', {f'--out_dir={tmp_path}/fused'!r}])\n", "utf-8")
+    cache = tmp_path / "cache"  # a graph that was compiled earlier needs no compiler
+    result = run_script(driver, TORCHINDUCTOR_CACHE_DIR=str(cache), **place if block else {})
+    assert "step:2/2" in result.stdout and ", perplexity " in result.stdout, result.stderr
+    if block:
+        assert result.returncode == 0 and "done: 2 steps" in result.stdout.splitlines()[-1]
+        assert result.stdout.count("warning: torch.compile does not work here") == 2  # once in each training
+        assert "routing: fused" in result.stdout
+    else:
+        assert "routing: reference (kernels.py cannot be imported (No module named 'kernels'))" in result.stdout
+        error = result.stderr.splitlines()[-1]
+        assert result.returncode == 1 and error.startswith("train.py: route_impl=fused: kernels.py cannot be imported")
+
+
+def test_a_corpus_of_one_document_trains(tmp_path):
+    (tmp_path / "one.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "' + b"one document " * 40 + b'"}\r\n')
+    meta = prepare(tmp_path / "one.jsonl", tmp_path / "d", *TRAIN_ONLY)
+    assert documents(tmp_path / "d", meta, "train") == ["one document " * 40]
+    with pytest.raises(UserError, match="holds no val shards.*--eval_every=0"):
+        run_training(tmp_path / "d", tmp_path / "a")
+    rows = run_training(tmp_path / "d", tmp_path / "b", eval_every=0, max_steps=20)
+    assert float(rows[-1]["loss"]) < float(rows[0]["loss"]) - 1
+
+
+def test_when_one_process_dies_the_others_stop_and_say_why(data, tmp_path):
+    argv = flags(data, tmp_path / "a", max_steps=100_000, eval_every=0, save_every=5)
+    driver = tmp_path / "driver.py"  # rank 1 leaves without a word, as if the system had killed it
+    driver.write_text(f"""import os, sys
+sys.path.insert(0, {str(HERE)!r})
+import train
+order = train.Tokens.order
+def dying(self, seed, step, size):
+    if step == 12 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), 9)
+    return order(self, seed, step, size)
+train.Tokens.order = dying
+train.main({argv!r})
+""", "utf-8")
+    start = time.monotonic()
+    result = run_script(driver, processes=2, timeout=120)
+    assert result.returncode != 0 and time.monotonic() - start < 60
+    assert "device: cpu" in result.stdout and "step:12/" in result.stdout
+    assert "train.py: another process of this run has stopped, so this one stops too" in result.stderr
+    assert train.load_checkpoint(tmp_path / "a/last.pt")["step"] == 10
+
+
+# The same numbers
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_loss_and_gradients_do_not_depend_on_how_a_batch_is_cut(mode):
+    model, idx = make(mode), tokens(batch=6)
+    loss, whole = gradients(model, idx)
+    for size in (1, 2, 3):
+        model.zero_grad()
+        parts = [loss_of(model, part) * len(part) / 6 for part in idx.split(size)]
+        for part in parts:
+            part.backward()
+        assert_close(sum(p.detach() for p in parts), loss, 1e-12)
+        assert_close({n: p.grad for n, p in model.named_parameters()}, whole, 1e-12)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_seed_gives_one_run_and_evaluation_does_not_depend_on_the_batch(mode, data, tmp_path):
+    runs = [run_training(data, tmp_path / name, residual_mode=mode, dtype="float32", max_steps=3) for name in "ab"]
+    assert measured(runs[0]) == measured(runs[1]) and same_weights(tmp_path / "a/last.pt", tmp_path / "b/last.pt")
+    device, val = torch.device("cpu"), train.Tokens(data, "val", 32, 257)
+    model = evaluation.load_model(tmp_path / "a", device, torch.float32)[0]
+    losses = [train.evaluate(model, val, batch, device, torch.float32, limit=3001) for batch in (1, 7, 64, 10**18)]
+    assert {count for _, count in losses} == {3001} and max(losses)[0] - min(losses)[0] < 1e-6
+
+
+@pytest.mark.slow
+def test_long_runs_keep_their_memory_and_their_speed(data, tmp_path, steps=2000):
+    settings = dict(residual_mode="attnres", dtype="float32", n_layer=4, n_embd=64, n_ffn=128, max_steps=steps,
+                    eval_every=100, save_every=100)
+    result = run_script(HERE / "train.py", *flags(data, tmp_path / "a", **settings), timeout=3600)
+    assert result.returncode == 0, result.stderr
+    rows = read_log(tmp_path / "a")
+    memory, ms = ([float(r[name]) for r in rows] for name in ("mem_mb", "ms"))
+    assert memory[-1] < 1.05 * memory[steps // 10 - 1]  # mem_mb is the peak so far
+    first, last = (np.median(part) for part in (ms[steps // 100:][:steps // 10], ms[-steps // 10:]))
+    assert last < 1.1 * first, (first, last)
+
+
 if __name__ == "__main__":
     print(json.dumps({cell: compile_ahead(cell) for cell in sys.argv[2:]}))
