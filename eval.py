@@ -139,7 +139,7 @@ def main(argv=None):
     if argv[:1] == ["study"]:
         guard("eval.py study", lambda: study(parse_study(argv[1:])))
     else:
-        guard("eval.py", run, parse_args(argv))
+        guard("eval.py", lambda: run(parse_args(argv)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, without the usage of all flags before it."""
 
     def error(self, message):
-        self.exit(2, f"{self.prog}: {one_line(message)} (--help lists the flags)\n")
+        raise UserError(f"{message} (--help lists the flags)")
 
 
 class Bad(str):
@@ -945,10 +945,10 @@ def report(out, meta):
 
 
 def main(argv=None):
-    args = parse_args(argv)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # names of files need not be printable
     try:
+        args = parse_args(argv)
         verify(Path(args.out)) if args.verify else prepare(args)
     except UserError as e:
         sys.exit(f"prepare_fineweb.py: {e}")

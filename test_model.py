@@ -3033,7 +3033,7 @@ MISTAKES = [
     (TRAIN + "--tokens_per_step=128 --n_ffn=4611686018427387902", "out of memory"),
     (TRAIN + "--tokens_per_step=128 --vocab_size=100", "vocabulary of 257, more than vocab_size=100"),
     ("train.py --data_dir={t}/nothing", "no data in {t}/nothing: prepare it"),
-    ("train.py --data_dir={t}/nothing --prepare=--sorce=x", "unrecognized arguments: --sorce=x"),
+    ("train.py --data_dir={t}/nothing --prepare=--sorce=x", "prepare=--sorce=x: unrecognized arguments: --sorce=x"),
     ("eval.py", "the following arguments are required: run"),
     ("eval.py {t}/nothing", "does not exist"),
     ("eval.py {t}", "holds no checkpoint"),
@@ -3050,7 +3050,7 @@ MISTAKES = [
     ("eval.py study {r}/config.toml --modes=rd:heads=2", "unknown key 'heads'"),
     ("prepare_fineweb.py", "the following arguments are required: --out"),
     ("prepare_fineweb.py --source={t}/nothing --out={t}/o", "no such file or folder"),
-    ("prepare_fineweb.py --source={r} --out={t}/o", "no file that ends in .txt"),
+    ("prepare_fineweb.py --source={r}/source --out={t}/o", "no file that ends in .txt"),
     ("prepare_fineweb.py --source= --out={t}/o", "--source is empty"),
     ("prepare_fineweb.py --source={r}/last.pt --format=jsonl --out={t}/o", "not JSON"),
     ("prepare_fineweb.py --source={r}/last.pt --format=txt --out={t}/o", "not valid UTF-8"),
@@ -3064,6 +3064,7 @@ MISTAKES = [
 @pytest.mark.parametrize("mistakes", ordinary(MISTAKES[:4], slow=MISTAKES[4:]), ids=len)
 def test_a_command_line_with_a_mistake_ends_in_one_line(mistakes, data, tmp_path):
     run_training(data, tmp_path / "run", max_steps=1, eval_every=0)
+    train.folder_lock = None  # which this process would hold for the others to find
     (tmp_path / "t").mkdir()
     places, failures = dict(d=data, r=tmp_path / "run", t=tmp_path / "t"), []
     for command, message in mistakes:

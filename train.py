@@ -580,7 +580,11 @@ def prepare_data(t):
     if t.prepare and half and not (folder / "meta.json").exists():
         print(f"preparing {folder}: prepare_fineweb.py {t.prepare}", flush=True)
         try:
-            prepare_fineweb.prepare(prepare_fineweb.parse_args([*shlex.split(t.prepare), f"--out={folder}"]))
+            args = prepare_fineweb.parse_args([*shlex.split(t.prepare), f"--out={folder}"])
+        except UserError as e:
+            raise UserError(f"prepare={t.prepare}: {e}") from None
+        try:
+            prepare_fineweb.prepare(args)
         except OSError as e:
             raise UserError(f"{e.filename or folder}: {e.strerror or e}") from None
 
