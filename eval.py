@@ -459,7 +459,10 @@ def read_results(path):
         with open(path, newline="", encoding="utf-8") as f:
             rows = {tuple(r[c] for c in ("study", "mode", "knobs", "seed")): r for r in csv.DictReader(f)}
         for r in rows.values():  # all that `compare` reads
-            losses(r), [int(x) for x in r["tokens"].split()], int(r["added"]), float(r["speed"]), float(r["kept"])
+            at = [int(x) for x in r["tokens"].split()]
+            if not at or len(at) != len(losses(r)) or not all(map(math.isfinite, losses(r))):
+                raise ValueError(f"losses {r['loss']!r} at tokens {r['tokens']!r}")
+            int(r["added"]), float(r["speed"]), float(r["kept"])
         return rows
     except (ValueError, KeyError, TypeError, AttributeError, csv.Error) as e:
         raise UserError(f"{path} is damaged ({type(e).__name__}: {first_line(e)}): mend or delete it") from None

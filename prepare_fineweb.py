@@ -14,9 +14,10 @@ is prepared, and no text is ever in two splits.
 A shard is the .bin of llm.c and modded-nanogpt: a header of 256 int32 (magic, version, number of tokens), then the
 tokens, uint16, or uint32 where the vocabulary is larger than 65,536. It is written as .part and renamed when complete.
 meta.json, written last, holds source, tokenizer, vocabulary size, counts and a CRC-32 of each shard's tokens;
-tokenizer.json all that is needed to encode and decode. The same command continues an interrupted preparation where it
-stopped, to the same bytes, and does nothing when all is done. Memory is bounded: 2 * workers + 2 chunks of a million
-characters, the longest document and one row group, however large the source is.
+tokenizer.json all that is needed to encode and decode; both end with a checksum of themselves, the seal. The same
+command continues an interrupted preparation where it stopped, to the same bytes, and does nothing when all is done.
+Memory is bounded: 2 * workers + 2 chunks of a million characters, the longest document and one row group, however large
+the source is.
 """
 import argparse
 import base64
