@@ -670,7 +670,8 @@ def resume(cfg, t, model, optimizer, about_data, say):
     try:
         optimizer.load_state_dict(saved["optimizer"])
         for p in (p for g in optimizer.param_groups for p in g["params"]):
-            if not all(optimizer.state[p][name].shape == p.shape for name in ("exp_avg", "exp_avg_sq")):
+            state = optimizer.state[p]
+            if state["step"].numel() != 1 or not state["exp_avg"].shape == state["exp_avg_sq"].shape == p.shape:
                 raise ValueError("state of another shape")
         torch.set_rng_state(saved["rng"])
     except Exception as e:  # here too
