@@ -17,6 +17,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -26,14 +27,13 @@ from pathlib import Path
 import torch
 
 from model import GPT, KNOBS, AttnRes, depth_logits, span
-from prepare_fineweb import UserError, get_encoding
-from train import (Tokens, autocast, choose_device, choose_dtype, evaluate, guard, load_checkpoint, load_config,
+from prepare_fineweb import Parser, UserError, first_line, get_encoding
+from train import (Tokens, autocast, build, choose_device, choose_dtype, evaluate, guard, load_checkpoint, load_config,
                    load_weights, read_meta, start_processes)
 
 
 def parse_args(argv):
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                allow_abbrev=False)
+    p = Parser("eval.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     p.add_argument("run", help="run folder (its last.pt) or checkpoint file")
     p.add_argument("--split", choices=("train", "val", "test"), help="default val")
     p.add_argument("--data_dir", help="folder with the token shards (default: that of the run)")
@@ -78,7 +78,7 @@ def load_model(run, device, dtype):
         if not path.exists():
             raise UserError(f"{run} holds no checkpoint (last.pt or best.pt)")
     saved = load_checkpoint(path)
-    model = GPT(saved["cfg"]).to(device, torch.float64 if dtype == torch.float64 else None)
+    model = build(saved["cfg"]).to(device, torch.float64 if dtype == torch.float64 else None)
     load_weights(model, saved, path)
     return model.eval(), saved, path
 
@@ -149,7 +149,7 @@ def main(argv=None):
     if argv[:1] == ["study"]:
         guard("eval.py study", lambda: study(parse_study(argv[1:])))
     else:
-        guard("eval.py", run, parse_args(argv))
+        guard("eval.py", lambda: run(parse_args(argv)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -402,8 +402,8 @@ T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Stude
 
 
 def parse_study(argv):
-    p = argparse.ArgumentParser(prog="eval.py study", allow_abbrev=False, description="Train every cell of modes x "
-                                "seeds that is not finished yet, then compare all that are with `standard` in pairs.")
+    p = Parser("eval.py study", allow_abbrev=False, description="Train every cell of modes x seeds that is not "
+               "finished yet, then compare all that are with `standard` in pairs.")
     p.add_argument("config", help="training configuration; eval_at_tokens are the milestones")
     p.add_argument("--modes", default="", help="comma-separated, with knobs: rd,mhar:route_heads=4 (and standard)")
     p.add_argument("--seeds", default="1,2", help="comma-separated (default 1,2)")
@@ -412,6 +412,10 @@ def parse_study(argv):
     p.add_argument("--runs", default="runs", help="where the run folders lie (default runs)")
     p.add_argument("--out", default="results", help="folder of tables and figures (default results)")
     args = p.parse_args(argv)
+    for name, fits, what in (("seeds", re.fullmatch("[0-9]{1,18}(,[0-9]{1,18})*", args.seeds), "whole numbers, commas"),
+                             ("jobs", args.jobs >= 1, "at least 1"), ("minutes", args.minutes >= 0, "at least 0")):
+        if not fits:
+            p.error(f"--{name}={getattr(args, name)}: must be {what}")
     args.name, modes = Path(args.config).stem, dict.fromkeys(["standard", *filter(None, args.modes.split(","))])
     if not all(seed.isdecimal() for seed in args.seeds.split(",")):
         p.error(f"--seeds={args.seeds}: want numbers with commas between them")
@@ -471,8 +475,17 @@ def key_of(args, cell):
 def read_results(path):
     if not path.exists():
         return {}
-    with open(path, newline="", encoding="utf-8") as f:
-        return {tuple(r[c] for c in ("study", "mode", "knobs", "seed")): r for r in csv.DictReader(f)}
+    try:
+        with open(path, newline="", encoding="utf-8") as f:
+            rows = {tuple(r[c] for c in ("study", "mode", "knobs", "seed")): r for r in csv.DictReader(f)}
+        for r in rows.values():  # all that `compare` reads
+            at = [int(x) for x in r["tokens"].split()]
+            if not at or len(at) != len(losses(r)) or not all(map(math.isfinite, losses(r))):
+                raise ValueError(f"losses {r['loss']!r} at tokens {r['tokens']!r}")
+            int(r["added"]), float(r["speed"]), float(r["kept"])
+        return rows
+    except (ValueError, KeyError, TypeError, AttributeError, csv.Error) as e:
+        raise UserError(f"{path} is damaged ({type(e).__name__}: {first_line(e)}): mend or delete it") from None
 
 
 def write_results(path, rows):

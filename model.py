@@ -64,6 +64,7 @@ class GPTConfig:
             require(getattr(self, name) >= 1, f"{name}={getattr(self, name)}: must be at least 1")
         for name in ("vocab_size", "n_kv_head", "head_dim", "n_ffn", "depth_block", "route_heads", "norm_eps"):
             require(getattr(self, name) >= 0, f"{name}={getattr(self, name)}: must not be negative")
+        require(self.n_layer <= 10_000, f"n_layer={self.n_layer}: must be at most 10,000")  # or building has no end
         require(self.rope_theta > 0, f"rope_theta={self.rope_theta}: must be positive")
         require(self.head_dim or self.n_embd % self.n_head == 0, f"n_embd={self.n_embd} does not divide by "
                 f"n_head={self.n_head}: change one of them, or set head_dim")

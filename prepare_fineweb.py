@@ -15,9 +15,10 @@ A shard is the .bin of llm.c and modded-nanogpt: a header of 256 int32 (magic, v
 tokens, uint16, or uint32 where the vocabulary is larger than 65,536. It is written as .part and renamed when complete.
 The last shard of a split has what is left and is shorter; train.py reads the shards of a split as one stream.
 meta.json, written last, holds source, tokenizer, vocabulary size, counts and a CRC-32 of each shard's tokens;
-tokenizer.json all that is needed to encode and decode. The same command continues an interrupted preparation where it
-stopped, to the same bytes, and does nothing when all is done. Memory is bounded: 2 * workers + 2 chunks of a million
-characters, the longest document and one row group, however large the source is.
+tokenizer.json all that is needed to encode and decode; both end with a checksum of themselves, the seal. The same
+command continues an interrupted preparation where it stopped, to the same bytes, and does nothing when all is done.
+Memory is bounded: 2 * workers + 2 chunks of a million characters, the longest document and one row group, however large
+the source is.
 """
 import argparse
 import base64
@@ -70,9 +71,24 @@ AGAIN = "delete the folder and prepare the data again"
 class UserError(Exception):
     """Something the user can mend; the scripts print it as one line."""
 
+    def __str__(self):
+        return one_line(super().__str__())
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage of all flags before it."""
+
+    def error(self, message):
+        raise UserError(f"{message} (--help lists the flags)")
+
 
 class Bad(str):
     """Why a document cannot be used."""
+
+
+def one_line(text):
+    """Line breaks, escape sequences and the like as Python writes them: names and values may hold any character."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -84,8 +100,8 @@ def read_header(path):
     try:
         header = np.fromfile(path, dtype="<i4", count=HEADER_BYTES // 4)
         size = os.path.getsize(path)
-    except OSError as e:
-        raise UserError(f"{path}: cannot be read ({e.strerror}); {AGAIN}") from None
+    except (OSError, ValueError) as e:  # ValueError: no file can have this name
+        raise UserError(f"{path}: cannot be read ({getattr(e, 'strerror', e)}); {AGAIN}") from None
     kind = tuple(header[:2].tolist())
     if kind not in FORMATS or header.nbytes < HEADER_BYTES:
         raise UserError(f"{path}: not a token shard: it starts with {kind}, expected magic and version "
@@ -121,7 +137,7 @@ def read_meta(data_dir):
     """meta.json of a data folder, or None for shards that come without one. Raises UserError if there is no data."""
     folder = Path(data_dir)
     try:
-        text = (folder / "meta.json").read_text(encoding="utf-8")
+        text = (folder / "meta.json").read_bytes()
     except OSError as e:
         if (folder / "progress.json").exists():
             raise UserError(f"{folder} is half prepared: run its prepare_fineweb.py command again") from None
@@ -132,13 +148,14 @@ def read_meta(data_dir):
                             f"--out={shlex.quote(str(folder))}") from None
         return None
     try:
-        meta = json.loads(text)
-        ok = is_count(meta["vocab_size"]) and meta["vocab_size"] and isinstance(meta["tokenizer"], str)
+        meta = parse_sealed(text)
+        ok = is_count(meta["vocab_size"]) and 0 < meta["vocab_size"] <= 2**32 and isinstance(meta["tokenizer"], str)
         for split in SPLITS:
             part = meta["splits"][split]
             ok = ok and is_count(part["tokens"]) and is_count(part["text_bytes"])
             for s in part["shards"]:
                 ok = ok and re.fullmatch(r"[^/]+\.bin", s["file"]) and is_count(s["tokens"]) and is_count(s["crc32"])
+            ok = ok and part["tokens"] == sum(s["tokens"] for s in part["shards"])
         if not ok:
             raise ValueError("a value is not what it should be")
         return meta
@@ -228,11 +245,23 @@ class Writer:
             os.fsync(self.file.fileno())
 
 
+def seal(value):
+    return zlib.crc32(json.dumps({k: v for k, v in value.items() if k != "seal"}).encode())
+
+
+def parse_sealed(text):
+    """The object in JSON that write_json wrote. Files made by others have no seal, and nothing that can be compared."""
+    value = json.loads(text.decode())
+    if not isinstance(value, dict) or value.get("seal", seal(value)) != seal(value):
+        raise ValueError("its content does not match its checksum, the seal")
+    return value
+
+
 def write_json(path, value):
     """Replace a file at once: readers see the old content or the new, never half of it."""
     aside = path.with_suffix(".tmp")
     with open(aside, "w", encoding="utf-8") as f:
-        json.dump(value, f, indent=1)
+        json.dump(value | {"seal": seal(value)}, f, indent=1)
         f.flush()
         os.fsync(f.fileno())
     os.replace(aside, path)
@@ -476,14 +505,17 @@ def read_jsonl(path, skip, text_key):
 
 
 def parse_json(line, text_key):
-    try:
-        document = json.loads(line) if line.strip() else Bad("an empty line")
+    try:  # decoded here, because json.loads would guess UTF-16 and UTF-32, whose lines do not end at a byte 0x0a
+        document = json.loads(line.decode("utf-8-sig")) if line.strip() else Bad("an empty line")
     except (ValueError, RecursionError) as e:
         return Bad(f"not JSON: {e}")
-    if isinstance(document, dict):
-        keys = ", ".join(list(document)[:8])
-        document = document.get(text_key, Bad(f"no key {text_key!r} (it has: {keys}); give --text_key"))
-    return document if isinstance(document, str) else Bad(f"{text_key} is {type(document).__name__}, not a string")
+    if isinstance(document, Bad):
+        return document
+    if not isinstance(document, dict):
+        return Bad(f"not an object with a key {text_key!r} but {type(document).__name__}")
+    keys = ", ".join(list(document)[:8])[:200]
+    text = document.get(text_key, Bad(f"no key {text_key!r} (it has: {keys}); give --text_key"))
+    return text if isinstance(text, str) else Bad(f"{text_key} is {type(text).__name__}, not a string")
 
 
 def read_parquet(path, skip, text_key):
@@ -523,6 +555,8 @@ def check(text):
         return Bad(f"not valid UTF-8 (byte 0x{ord(text[e.start]) & 0xff:02x} after {e.start} characters)")
     if not any(unicodedata.category(c)[0] not in "ZC" for c in text):
         return Bad("empty: nothing visible in it")
+    if text.count("\0") * 4 > len(text):
+        return Bad("not text in UTF-8: it is full of zero bytes, like UTF-16")
     return text
 
 
@@ -537,7 +571,7 @@ def read_chunks(source, position, args):
         for index, where, done, text in source.documents(i, seen if i == first else 0, args.text_key):
             text = check(text)
             if isinstance(text, Bad):
-                text = f"{source.files[i][0]}:{where}{':' * bool(where)} {text}"
+                text = one_line(f"{source.files[i][0]}:{where}{':' * bool(where)} {text}")
                 if not args.skip_bad:
                     raise UserError(f"{text}; mend it, or skip and count such documents with --skip_bad")
                 skipped.append(text)
@@ -569,20 +603,20 @@ def get_encoding(name):
                                  special_tokens={END_OF_TEXT: 256})
     try:
         if name.endswith(".json"):
-            saved = json.loads(Path(name).read_text(encoding="utf-8"))
-            ranks = {base64.b64decode(token): rank for token, rank in saved["ranks"]}
+            saved = parse_sealed(Path(name).read_bytes())
+            ranks, special = {base64.b64decode(t): rank for t, rank in saved["ranks"]}, saved["special_tokens"]
+            check_ranks(ranks, special)
             return tiktoken.Encoding(saved["name"], pat_str=saved["pat_str"], mergeable_ranks=ranks,
-                                     special_tokens=saved["special_tokens"])
+                                     special_tokens=special)
         if os.path.exists(name):
             lines = (line.split() for line in Path(name).read_bytes().splitlines() if line.strip())
             ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
-            missing = [i for i in range(256) if bytes([i]) not in ranks]
-            if missing or len(set(ranks.values())) < len(ranks):
-                raise ValueError(f"bytes without a rank: {missing}" if missing else "ranks that are not unique")
+            special = {END_OF_TEXT: max(ranks.values(), default=0) + 1}
+            check_ranks(ranks, special)
             return tiktoken.Encoding(Path(name).stem, pat_str=public.r50k_pat_str, mergeable_ranks=ranks,
-                                     special_tokens={END_OF_TEXT: max(ranks.values()) + 1})
-    except (ValueError, KeyError, TypeError, OSError) as e:
-        raise UserError(f"--tokenizer={name}: not a usable rank file ({e})") from None
+                                     special_tokens=special)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as e:
+        raise UserError(f"--tokenizer={name}: not a usable rank file ({type(e).__name__}: {first_line(e)})") from None
     if name not in tiktoken.list_encoding_names():
         raise UserError(f"--tokenizer={name} is unknown: give bytes, a tiktoken encoding "
                         f"({', '.join(tiktoken.list_encoding_names())}) or the path of a rank file")
@@ -592,6 +626,17 @@ def get_encoding(name):
     except (ValueError, OSError) as e:  # the library compares checksums, and keeps a copy under a name of its own
         raise UserError(f"--tokenizer={name}: {first_line(e)}. If TIKTOKEN_CACHE_DIR is set, it must be a folder that "
                         "can be written to, with whole files") from None
+
+
+def check_ranks(ranks, special):
+    """What tiktoken takes for granted: with anything else it aborts, or encodes to ids that nothing can decode."""
+    ids, missing = [*ranks.values(), *special.values()], [i for i in range(256) if bytes([i]) not in ranks]
+    if missing:
+        raise ValueError(f"bytes without a rank: {missing}")
+    if not all(is_count(i) and i < 2**31 for i in ids) or len(set(ids)) < len(ids):
+        raise ValueError("ranks that are not unique numbers below 2^31")
+    if END_OF_TEXT not in special:
+        raise ValueError(f"no special token {END_OF_TEXT}")
 
 
 def read_ranks(url):
@@ -692,8 +737,8 @@ def in_order(jobs, function, workers, tokenizer):
 
 
 def parse_args(argv):
-    p = argparse.ArgumentParser("prepare_fineweb.py", description=__doc__, allow_abbrev=False,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser("prepare_fineweb.py", description=__doc__, allow_abbrev=False,
+               formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--source", default="fineweb-edu", help="fineweb-edu (default), hf:ORG/NAME for another dataset of "
                    "the Hub, stdlib, a file, a folder, a quoted glob, or - for standard input")
     p.add_argument("--out", required=True, help="folder for the shards and meta.json")
@@ -717,6 +762,9 @@ def parse_args(argv):
                             ("max_tokens", 0, 2**60), ("holdout", 1, 49), ("workers", 0, 1024)):
         if not low <= getattr(args, name) <= high:
             p.error(f"--{name}={getattr(args, name)}: must be {low} to {high}")
+    for name in ("source", "out"):
+        if not getattr(args, name):  # Path("") is the current folder, which nobody means by it
+            p.error(f"--{name} is empty: give a path, or . for the current folder")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     args.workers = args.workers or cores
     if os.path.exists(args.source):
@@ -831,7 +879,9 @@ def read_state(out, settings):
             if any(out.glob("*.bin")):
                 raise UserError(f"{out} holds shards of another origin (no meta.json): choose another --out")
             return None
-        state = json.loads(path.read_text(encoding="utf-8"))
+        state = parse_sealed(path.read_bytes())
+        if path.name == "progress.json":
+            state["seal"]  # all of it is taken as it stands, so it must be what was written
         if path.name == "progress.json" and state["position"] == [0, 0]:  # stopped before anything was done
             for left_over in (*out.glob("*.part"), *out.glob("*.bin")):
                 left_over.unlink()
@@ -901,10 +951,10 @@ def report(out, meta):
 
 
 def main(argv=None):
-    args = parse_args(argv)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # names of files need not be printable
     try:
+        args = parse_args(argv)
         verify(Path(args.out)) if args.verify else prepare(args)
     except UserError as e:
         sys.exit(f"prepare_fineweb.py: {e}")

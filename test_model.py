@@ -1898,7 +1898,7 @@ def test_segments_encode_like_the_whole(pattern, tmp_path, monkeypatch):
     monkeypatch.setattr(tiktoken.load, "load_tiktoken_bpe", lambda *a, **k: {bytes([i]): i for i in range(256)})
     monkeypatch.setattr(public, "load_tiktoken_bpe", lambda *a, **k: {bytes([i]): i for i in range(256)}, raising=False)
     pat_str = public.ENCODING_CONSTRUCTORS[pattern + "_base"]()["pat_str"]
-    (tmp_path / "tokenizer.json").write_text(json.dumps(saved | dict(pat_str=pat_str)))
+    prepare_fineweb.write_json(tmp_path / "tokenizer.json", saved | dict(pat_str=pat_str))
     encoding = prepare_fineweb.get_encoding(str(tmp_path / "tokenizer.json"))
     monkeypatch.setattr(prepare_fineweb, "SEGMENT_CHARS", (7, 60))
     rng = np.random.default_rng(0)
@@ -3003,6 +3003,719 @@ def test_counts_of_tokens_have_64_bits(tmp_path, monkeypatch):
     assert stream.total == 3 * (2**31 - 1) and stream.windows == (stream.total - 1) // 1024
     order = stream.order(1, 10**6, 488)  # step a million of half a million tokens
     assert order.max() < stream.windows and len(set(order.tolist())) == 488
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Robustness: killed, fuzzed, odd
+
+
+TINY_RUN = dict(n_embd=16, n_ffn=16, n_head=1, seq_len=16, tokens_per_step=64, eval_tokens=100)
+
+
+def alone(command, **options):
+    """A process of one thread whose output can be read line by line."""
+    return subprocess.Popen(list(map(str, command)), text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+                            **dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT) | options)
+
+
+def ordinary(*others, slow):
+    """Values of a parameter: the ones of the ordinary run, and one that is marked slow."""
+    return [*others, pytest.param(slow, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("kills", ordinary(5, slow=50))
+def test_training_killed_at_any_moment_ends_in_the_same_weights(kills, data, tmp_path):
+    rng, inside = np.random.default_rng(kills), 0
+    settings = TINY_RUN | dict(max_steps=24 * kills, save_every=1, eval_every=7, residual_mode="attnres",
+                               resume="true")
+
+    def start(out):
+        return alone([sys.executable, HERE / "train.py", *flags(data, out, **settings)])
+    whole = start(tmp_path / "whole")
+    text = whole.communicate(timeout=900)[0]
+    assert whole.returncode == 0, text
+    for kill in range(kills + 1):
+        process = start(tmp_path / "killed")
+        if kill < kills:
+            if kill % 5 == 2:  # while it starts
+                time.sleep(rng.uniform(0.2, 1))
+            else:  # so many steps after the start, and anywhere within the step and its saves
+                lines, wanted = 0, rng.integers(1, 12)
+                while lines < wanted and (line := process.stdout.readline()):
+                    lines += line.startswith("step:")
+                time.sleep(rng.uniform(0, 0.02))
+            process.kill()
+        text = process.communicate(timeout=900)[0]
+        assert process.returncode == (-signal.SIGKILL if kill < kills else 0), text
+        inside += any((tmp_path / "killed").glob("*.tmp"))
+        for path in (tmp_path / "killed").glob("*.pt"):
+            train.load_checkpoint(path)
+    print(f"{kills} kills, {inside} of them while a file was written")
+    assert same_weights(tmp_path / "killed/last.pt", tmp_path / "whole/last.pt")
+    assert same_weights(tmp_path / "killed/best.pt", tmp_path / "whole/best.pt")
+    rows = read_log(tmp_path / "killed")
+    assert [int(r["step"]) for r in rows] == list(range(1, 24 * kills + 1))
+    assert measured(rows) == measured(read_log(tmp_path / "whole"))
+    assert not list(tmp_path.glob("killed/*.tmp"))
+
+
+@pytest.mark.parametrize("kills", ordinary(3, slow=20))
+def test_preparation_killed_at_any_moment_ends_in_the_same_shards(kills, data, tmp_path):
+    rng, done, rounds = np.random.default_rng(kills), 0, 0
+
+    def start(out):  # in small chunks, the state saved behind each
+        code = (f"import sys; sys.path.insert(0, {str(HERE)!r}); import prepare_fineweb as p; p.CHUNK_CHARS = 4000; "
+                "p.SAVE_SECONDS = 0; p.main()")
+        return alone([sys.executable, "-c", code, f"--source={data.parent / 'text'}", f"--out={tmp_path / out}",
+                      "--holdout=10", "--shard_tokens=30000", f"--workers={1 + rounds % 2}"])
+    begin = time.monotonic()
+    start("whole").communicate(timeout=300)
+    length = time.monotonic() - begin
+    while done < kills or rounds == 0:
+        rounds += 1
+        while True:
+            process = start(str(rounds))
+            try:
+                text = process.communicate(timeout=None if done == kills else rng.uniform(0.2, 1) * length)[0]
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.communicate()
+                done += 1
+                continue
+            assert process.returncode == 0, text
+            break
+        for out in ("whole", str(rounds)):
+            assert json.loads((tmp_path / out / "meta.json").read_text()) == json.loads(
+                (data / "meta.json").read_text())
+            assert sorted(os.listdir(tmp_path / out)) == sorted(os.listdir(data))
+            for path in data.glob("*.bin"):
+                assert path.read_bytes() == (tmp_path / out / path.name).read_bytes()
+    print(f"{done} kills in {rounds} preparations")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of other processes are Linux's")
+@pytest.mark.parametrize("what", ["last.pt", "log.csv"])
+def test_a_disk_that_fills_up_keeps_the_last_checkpoint_and_says_so(what, data, tmp_path):
+    """The limit on the size of a file falls on a running process, to half a checkpoint or just above the log."""
+    import resource
+    out, settings = tmp_path / "a", TINY_RUN | dict(max_steps=400, eval_every=0, save_every=5)
+    process = alone([sys.executable, HERE / "train.py", *flags(data, out, **settings)], stderr=subprocess.PIPE)
+    for line in process.stdout:
+        if line.startswith("step:7/"):
+            size = (out / what).stat().st_size
+            size = size // 2 if what == "last.pt" else size + 150
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size, size))
+            break
+    error = process.communicate(timeout=60)[1]
+    assert process.returncode == 1 and re.fullmatch(f"train.py: cannot write {out / what} .*File too large.*\n", error)
+    assert train.load_checkpoint(out / "last.pt")["step"] >= 5 and not list(out.glob("*.tmp"))
+    step = train.load_checkpoint(out / "last.pt")["step"]
+    rows = run_training(data, out, **settings | dict(max_steps=step + 2, resume="true"))
+    assert [int(r["step"]) for r in rows] == list(range(1, step + 3))
+
+
+# Fuzzing. Each case makes a damaged input, gives it to a loading function and compares what is accepted with what was
+# there before the damage, or with a reading of the same input that shares no code with the loading function.
+
+
+class Hang(BaseException):
+    """Not an Exception: no handler of the code under test can take it for a damaged file."""
+
+
+@contextlib.contextmanager
+def time_limit(seconds):
+    def stop(*_):
+        raise Hang
+    old = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+
+
+ODD_TEXT = ["", " ", "0", "-1", "1", "3", "1e3", "1_0", "0x10", "1" * 5000, "4611686018427387904", "nan", "inf",
+            "-0.0", "1e-400", "1e400", "true", "True", "yes", "none", "auto", "cpu", "rd", "dar_block", "a\nb",
+            "\0", "\udcff", "\ud800", "☃", "１２", "²", '"', "--help", "\x1b[31m", "a=b", "1,2", ",", "1,-2", "../x"]
+ODD_TOML = ["", "nan", "-inf", "1e999", "0x" + "f" * 5000, "[0x" + "f" * 5000 + "]", "1" * 5000, "1.5", "-0", "3",
+            "true", '"rd"', '"\\u0000"', '"\\uD800"', '"a\\nb"', "'''\na\nb'''", "2024-01-01", "07:30:00", "{}",
+            "{a = 1}", "[]", "[" * 3000, "[1, 'a']", '"' + "x" * 5000 + '"', "1_000", "0o17", "\x00", "\x7f", "#"]
+ODD_VALUES = [None, True, -1, 0, 1, 2**31, 2**62, 10**400, 1.5, math.nan, math.inf, "", "x", "\0.bin", "\ud800.bin",
+              "../up.bin", "a\nb", [], {}, [1], [[]], {"a": 1}, "9" * 1000]
+
+
+def damaged(rng, raw):
+    """A copy of some bytes with up to three faults of the kinds that disks, transfers and editors make."""
+    raw = bytearray(raw)
+    for _ in range(rng.integers(4)):
+        at, length = int(rng.integers(len(raw) + 1)), int(rng.integers(1, 40))
+        match rng.integers(7):
+            case 0 if at < len(raw):
+                raw[at] ^= 1 << int(rng.integers(8))
+            case 1:
+                del raw[at:]
+            case 2:
+                raw[at:at] = rng.bytes(length)
+            case 3:
+                del raw[at:at + length]
+            case 4:
+                raw[at:at] = raw[at:at + length]
+            case 5:
+                raw[at:at + length] = bytes(len(raw[at:at + length]))
+            case 6:
+                raw[at:at + 1] = (b"\xef\xbb\xbf", b"\r\n", b"\0", b"\xff", b'"', b"{", b"]", b"9")[rng.integers(8)]
+    return bytes(raw)
+
+
+def replaced(rng, tree, odd=ODD_VALUES):
+    """A copy of nested lists and dictionaries with one node replaced by an odd value, or removed."""
+    spots = []
+
+    def walk(node, path):
+        for key in node if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ():
+            spots.append((*path, key))
+            walk(node[key], (*path, key))
+
+    def copy(node):
+        if isinstance(node, dict):
+            return {k: copy(v) for k, v in node.items()}
+        return [copy(v) for v in node] if isinstance(node, list) else node
+    walk(tree, ())
+    tree = copy(tree)
+    *path, last = spots[rng.integers(len(spots))]
+    node = functools.reduce(lambda n, key: n[key], path, tree)
+    if rng.integers(5):
+        node[last] = odd[rng.integers(len(odd))]
+    else:
+        del node[last]
+    return tree
+
+
+class Fuzz:
+    """The inputs of all cases lie in one folder; `good` are whole files, which no case changes."""
+
+    def __init__(self, data, folder, rng):
+        import shutil
+        self.rng, self.folder, self.work = rng, folder, folder / "work"
+        texts = folder / "texts"
+        texts.mkdir()
+        for i in range(60):
+            (texts / f"{i}.txt").write_text(f"{i} is a document of few words " * (1 + i % 7), "utf-8")
+        self.text_args = f"--source={texts}", f"--out={self.work}", "--holdout=20", "--shard_tokens=2000", "--workers=1"
+        prepare(texts, folder / "shards", *self.text_args[2:])
+        self.shards = {p.name: p.read_bytes() for p in (folder / "shards").iterdir() if p.name != "lock"}
+        self.stream = {s: self.read(folder / "shards", s) for s in ("train", "val")}
+        with pytest.MonkeyPatch.context() as m:  # a preparation that stopped half way
+            m.setattr(prepare_fineweb, "CHUNK_CHARS", 1000)
+            m.setattr(prepare_fineweb, "SAVE_SECONDS", 0)
+            encode, calls = prepare_fineweb.encode_chunk, []
+            m.setattr(prepare_fineweb, "encode_chunk",
+                      lambda *a: encode(*a) if len(calls) < 4 and not calls.append(1) else sys.exit("killed"))
+            with pytest.raises(SystemExit):
+                prepare(texts, folder / "half", *self.text_args[2:])
+        self.half = {p.name: p.read_bytes() for p in (folder / "half").iterdir() if p.name != "lock"}
+        self.settings = TINY_RUN | dict(max_steps=4, eval_every=2, residual_mode="attnres", dtype="float32")
+        run_training(data, folder / "run", **self.settings)
+        self.data, self.run = data, {p.name: p.read_bytes() for p in (folder / "run").glob("*.*")}
+        self.saved, self.shutil = torch.load(folder / "run/last.pt", weights_only=True), shutil
+        self.tokenizer = write_tokenizer(folder)
+        self.config = train.load_config([str(folder / "run/config.toml")])
+
+    def pick(self, values):
+        return values[self.rng.integers(len(values))]
+
+    def read(self, folder, split):
+        tokens = train.Tokens(folder, split, 16, 300)
+        return tokens.read(0, tokens.total).tolist()
+
+    def lay_out(self, files):
+        self.shutil.rmtree(self.work, ignore_errors=True)
+        self.work.mkdir()
+        for name, content in files.items():
+            (self.work / name).write_bytes(content)
+
+    # each case returns what was accepted, after it has looked at it; refusals are exceptions
+
+    def toml(self):
+        base = self.run["config.toml"]
+        if self.rng.integers(2):
+            key = self.pick([*train.SCHEMA, "n_lyer", "model.x", '"\\n"'])
+            lines = [line for line in base.decode().splitlines() if not line.startswith(key + " ")]
+            mild = json.dumps(train.SCHEMA[key].default) if key in train.SCHEMA else "1"
+            base = "\n".join([*lines, f"{key} = {self.pick([mild, self.pick(ODD_TOML)])}"]).encode()
+        else:
+            base = damaged(self.rng, base)
+        self.lay_out({"c.toml": base})
+        cfg, t = train.load_config([str(self.work / "c.toml")])
+        import tomllib
+        found = dataclasses.asdict(cfg) | dataclasses.asdict(t)
+        for key, value in tomllib.loads(base.decode()).items():
+            assert found[key] == value or value in ("", 0), key
+        (self.work / "again.toml").write_text(train.to_toml(cfg, t), "utf-8")
+        assert train.load_config([str(self.work / "again.toml")]) == (cfg, dataclasses.replace(t, resume=False))
+
+    def flags(self):
+        key, text = self.pick([*train.SCHEMA] * 3 + ["n_lyer", "", "-", "seed "]), self.pick(ODD_TEXT)
+        text = self.pick([text, text, str(train.SCHEMA[key].default) if key in train.SCHEMA else text])
+        arg = self.pick([f"--{key}={text}"] * 6 + [f"--{key}", f"-{key}={text}", text, damaged(
+            self.rng, f"--{key}={text}".encode(errors="surrogatepass")).decode("utf-8", "surrogateescape")])
+        if {"-h", "--help"} & {arg}:
+            return
+        cfg, t = train.load_config([arg])
+        key, _, text = arg.removeprefix("--").partition("=")
+        found, kind = (dataclasses.asdict(cfg) | dataclasses.asdict(t))[key], train.SCHEMA[key].type
+        assert found == (text.lower() == "true" if kind is bool else kind(text)) or text in ("", "0")
+        assert kind is not bool or text.lower() in ("true", "false")
+
+    def shard(self):
+        """Beside a meta.json every change of a token is seen."""
+        name = self.pick([n for n in self.shards if n.endswith(".bin") and "_test_" not in n])
+        raw, at = self.shards[name], 1024 if self.rng.integers(2) else 16
+        raw = damaged(self.rng, raw[:at]) + raw[at:] if self.rng.integers(2) else raw[:at] + damaged(self.rng, raw[at:])
+        self.lay_out(self.shards | {name: raw})
+        for split in self.stream:
+            assert self.read(self.work, split) == self.stream[split]
+
+    def foreign_shard(self):
+        """Without a meta.json the header and the length must agree."""
+        raw = self.pick([v for k, v in self.shards.items() if k.endswith(".bin")])
+        for _ in range(self.rng.integers(1, 3)):
+            raw = damaged(self.rng, raw[:16]) + raw[16:] if self.rng.integers(2) else damaged(self.rng, raw)
+        self.lay_out({"x_train_0.bin": raw})
+        tokens = train.Tokens(self.work, "train", 16, 2**32)
+        dtype = {20240520: "<u2", 20240801: "<u4"}[int(np.frombuffer(raw, "<i4", 1)[0])]
+        assert tokens.read(0, tokens.total).tolist() == np.frombuffer(raw[1024:], dtype).tolist()
+
+    def meta(self):
+        """The seal sees every fault; one without a seal is checked as well as can be."""
+        text, sealed = self.shards["meta.json"], self.rng.integers(2)
+        text = damaged(self.rng, text) if sealed else json.dumps(
+            replaced(self.rng, {k: v for k, v in json.loads(text).items() if k != "seal"})).encode()
+        self.lay_out(self.shards | {"meta.json": text})
+        meta = prepare_fineweb.read_meta(self.work)
+        for split in self.stream:
+            assert self.read(self.work, split) == self.stream[split]
+            assert meta["splits"][split]["tokens"] == len(self.stream[split])
+        assert not sealed or meta == json.loads(self.shards["meta.json"])
+        evaluation.measure(evaluation.parse_args(["x", f"--data_dir={self.work}"]), self.model(), self.saved,
+                           torch.device("cpu"), torch.float32, 0, 1)
+
+    def model(self):
+        cfg = dataclasses.replace(self.config[0], vocab_size=257)
+        return GPT(cfg).eval()
+
+    def progress(self):
+        """What a continued preparation accepts ends in the very shards that were meant."""
+        text = self.half["progress.json"]
+        text = damaged(self.rng, text) if self.rng.integers(2) else json.dumps(
+            replaced(self.rng, json.loads(text))).encode()
+        self.lay_out(self.half | {"progress.json": text})
+        prepare_fineweb.prepare(prepare_fineweb.parse_args([*self.text_args]))
+        for name, content in self.shards.items():
+            if name.endswith(".bin"):
+                assert (self.work / name).read_bytes() == content
+        mine, meant = (json.loads((f / "meta.json").read_text()) for f in (self.work, self.folder / "shards"))
+        assert mine["splits"] == meant["splits"]
+
+    def collect(self, path, skip_bad):
+        args = prepare_fineweb.parse_args([f"--source={path}", "--out=x"] + ["--skip_bad"] * skip_bad)
+        chunks = list(prepare_fineweb.read_chunks(prepare_fineweb.find_source(args, None), [0, 0], args))
+        return [text for texts, *_ in chunks for text in texts], [s for *_, skipped in chunks for s in skipped]
+
+    def compare(self, name, raw, expected):
+        """`expected`: per document its text, or None where it cannot be used."""
+        self.lay_out({name: raw})
+        skipping = self.collect(self.work / name, True)
+        assert skipping[0] == [e for e in expected if e is not None]
+        bad = sum(e is None for e in expected)
+        assert len(skipping[1]) == bad and not any("\n" in s for s in skipping[1])
+        found = self.collect(self.work / name, False)[0]  # raises when there are bad ones
+        assert not bad and found == expected
+
+    def jsonl(self):
+        good = [{"text": "one"}, {"text": "two é ☃"}, {"text": "a\r\nb"}, {"text": "x", "text2": 10**50}]
+        odd = [3, None, [], "text", {"text": None}, {"txt": "x"}, {"text": ["a"]}, {"a\nb": 1}, *(
+            {"text": t} for t in ("\ud800", "  ", "\0"))]
+        kinds, ascii_only = self.pick([[good], [good, good, odd]]), bool(self.rng.integers(2))
+        lines = [json.dumps(self.pick(self.pick(kinds)), ensure_ascii=ascii_only)
+                 for _ in range(self.rng.integers(1, 6))]
+        encoding = self.pick(["utf-8"] * 6 + ["utf-8-sig", "utf-16", "utf-16-le", "utf-32", "latin-1"])
+        raw = self.pick(["\n", "\n", "\r\n"]).join(lines).encode(encoding, "surrogatepass" if "utf" in encoding else
+                                                                 "replace")
+        raw = damaged(self.rng, raw) if self.rng.integers(3) else raw
+        expected = []
+        for line in raw.split(b"\n")[:-1] + [raw.split(b"\n")[-1]] * (not raw.endswith(b"\n") and raw != b""):
+            try:
+                text = json.loads(line.decode("utf-8-sig"))["text"]
+                expected.append(text if self.usable(text) else None)
+            except (ValueError, LookupError, TypeError, RecursionError):
+                expected.append(None)
+        self.compare("docs.jsonl", raw, expected or [None])
+
+    def usable(self, text):
+        import unicodedata
+        if not isinstance(text, str) or any("\ud800" <= c <= "\udfff" for c in text):
+            return False
+        return text.count("\0") * 4 <= len(text) and any(unicodedata.category(c)[0] not in "ZC" for c in text)
+
+    def text(self):
+        text = "".join(self.pick(["word ", "é", "☃", "\r\n", "\n", "\t", "\0", " ", "\ufeff", "\u200d"])
+                       for _ in range(self.rng.integers(0, 60)))
+        encoding = self.pick(["utf-8"] * 4 + ["utf-8-sig", "utf-16", "utf-16-le", "latin-1", "cp1252"])
+        raw = text.encode(encoding, "replace")
+        raw = damaged(self.rng, raw) if self.rng.integers(2) else raw
+        try:
+            text = raw.removeprefix(b"\xef\xbb\xbf").decode()
+        except UnicodeDecodeError:
+            text = None
+        self.compare("doc.txt", raw, [text if self.usable(text) else None])
+
+    def compressed(self):
+        """Both kinds of compression have checksums."""
+        import gzip
+
+        import zstandard
+        kind = self.pick([".gz", ".zst"])
+        content = b"".join(b'{"text": "document %d"}\n' % i for i in range(40))
+        compress = gzip.compress if kind == ".gz" else zstandard.ZstdCompressor(write_checksum=True).compress
+        raw = compress(content)
+        self.lay_out({f"docs.jsonl{kind}": damaged(self.rng, raw)})
+        assert self.collect(self.work / f"docs.jsonl{kind}", False)[0] == [f"document {i}" for i in range(40)]
+
+    def ranks(self):
+        """A tokenizer that is accepted gives back what it encodes."""
+        name = self.pick(["tokenizer.json", "mine.tiktoken"])
+        raw = (self.folder / name).read_bytes()
+        if name.endswith("json") and self.rng.integers(2):
+            raw = json.dumps(replaced(self.rng, {k: v for k, v in json.loads(raw).items() if k != "seal"})).encode()
+        else:
+            raw = damaged(self.rng, raw)
+        self.lay_out({name: raw})
+        encoding = prepare_fineweb.get_encoding(str(self.work / name))
+        try:
+            ids = encoding.encode_ordinary("some text é")
+        except ValueError:  # what the preparation and eval.py turn into a line
+            return
+        assert encoding.n_vocab > max(ids)
+
+    def resume(self):
+        cfg, t = self.config
+        t = dataclasses.replace(t, out_dir=str(self.work), data_dir=str(self.data))
+        cfg, data, _, about = train.open_data(cfg, t)
+        torch.manual_seed(0)
+        model = GPT(cfg)
+        optimizer = train.make_optimizer(model, t, torch.device("cpu"))
+        rng = torch.get_rng_state()
+        try:
+            step, best = train.resume(cfg, t, model, optimizer, about, lambda line: None)
+            idx = torch.from_numpy(data.rows(np.arange(2)))
+            gradients(model, idx)
+            optimizer.step()  # its state must be fit for use
+        finally:
+            torch.set_rng_state(rng)
+        assert type(step) is int and type(best) is float and not math.isnan(best) and step >= 0
+
+    def checkpoint_bytes(self):
+        raw = damaged(self.rng, self.run["last.pt"])
+        self.lay_out({"last.pt": raw})
+        content = train.load_checkpoint(self.work / "last.pt")
+        for part in ("model", "config", "step", "tokens", "best", "data"):
+            same = content[part] == self.saved[part] if part != "model" else all(
+                torch.equal(content[part][k], v) for k, v in self.saved[part].items())
+            assert same, part
+        self.resume()
+
+    def checkpoint_content(self):
+        odd = ODD_VALUES + [torch.zeros(()), torch.zeros(3), torch.ones(2, dtype=torch.int64), torch.tensor(math.nan)]
+        content = self.pick([self.saved, *(replaced(self.rng, self.saved, odd) for _ in range(3)), self.pick(odd)])
+        self.lay_out({})
+        torch.save(content, self.work / "last.pt")
+        self.resume()
+        model, saved, _ = evaluation.load_model(self.work / "last.pt", torch.device("cpu"), torch.float32)
+        args = evaluation.parse_args(["x", "--prompt=ab", "--tokens=1"])
+        evaluation.sample(args, model, saved, torch.device("cpu"), torch.float32)
+
+    def checkpoint_with_code(self):
+        import pickle
+        marker = self.folder / "code was executed"
+
+        class Code:
+            def __reduce__(self):
+                return os.mkdir, (str(marker),)
+        content = self.pick([Code(), self.saved | {"data": Code()}, {"model": Code()}, [Code()]])
+        self.lay_out({})
+        match self.rng.integers(3):
+            case 0:
+                torch.save(content, self.work / "last.pt")
+            case 1:
+                torch.save(content, self.work / "last.pt", _use_new_zipfile_serialization=False)
+            case 2:
+                (self.work / "last.pt").write_bytes(pickle.dumps(content))
+        try:
+            train.load_checkpoint(self.work / "last.pt")
+        finally:
+            assert not marker.exists()
+        raise AssertionError("code was accepted")
+
+    def results(self):
+        """The table of a study: no row loses a number, or gets another kind of value."""
+        row = b"study,rd,,%d,768,65536 131072,2.54321 2.41234,0.81,1.25,abc\n"
+        raw = ",".join(evaluation.STUDY_COLUMNS).encode() + b"\n" + row % 1 + row % 2
+        self.lay_out({"r.csv": damaged(self.rng, raw)})
+        for r in evaluation.read_results(self.work / "r.csv").values():
+            assert len(evaluation.losses(r)) == len(r["tokens"].split()) > 0 and int(r["added"]) + float(r["speed"])
+
+    def log(self):
+        """Of a log only whole rows are taken over, whatever else the file holds."""
+        raw = self.run["log.csv"]
+        raw = damaged(self.rng, raw) if self.rng.integers(4) else raw + self.pick([
+            "²" + ",1" * 9, "9" * 5000 + ",1" * 9, '"' + "x" * 200_000, "1,2", "-1" + ",1" * 9]).encode() + b"\r\n"
+        self.lay_out({"log.csv": raw})
+        log = train.Log(dataclasses.replace(self.config[1], out_dir=str(self.work)), 4, torch.device("cpu"))
+        log.file.close()
+        rows = read_log(self.work)
+        assert all(set(r) == set(log.columns) and 0 <= int(r["step"]) <= 4 for r in rows)
+
+
+FUZZED = [name for name, f in vars(Fuzz).items() if callable(f) and f.__code__.co_argcount == 1 and name not in (
+    "model", "resume")]
+
+
+@pytest.mark.parametrize("inputs", ordinary(200, slow=2000))
+def test_damaged_inputs_are_refused_in_one_line_or_mean_what_they_meant(inputs, data, tmp_path, capsys):
+    import io
+    fuzz, counts, failures = Fuzz(data, tmp_path, np.random.default_rng(inputs)), {}, []
+    for i in range(inputs):
+        case, fuzz.rng = FUZZED[i % len(FUZZED)], np.random.default_rng((inputs, i))
+        outcome, noise = "accepted", io.StringIO()
+        try:
+            with time_limit(10), contextlib.redirect_stderr(noise), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                getattr(fuzz, case)()
+        except UserError as e:
+            outcome = "refused"
+            if len(str(e).splitlines()) != 1 or not str(e).isprintable():
+                failures.append(f"{case} {i}: not one line: {str(e)[:300]!r}")
+        except BaseException as e:
+            if isinstance(e, KeyboardInterrupt):
+                raise
+            import traceback
+            place = traceback.extract_tb(e.__traceback__)[-1]
+            failures.append(f"{case} {i}: {type(e).__name__}: {str(e)[:200]} ({place.name}:{place.lineno})")
+        counts.setdefault(case, dict(accepted=0, refused=0))[outcome] += 1
+    with capsys.disabled():
+        if inputs > 200:
+            print(f"\n{inputs} inputs: {counts}")
+    assert not failures, "\n".join([f"{len(failures)} of {inputs}", *failures])
+    missing = [f"{name} {o}" for name, c in counts.items() for o in c if not c[o]]
+    assert missing == ["checkpoint_with_code accepted", "log refused"]  # and every other outcome was seen
+
+
+# Command lines: (script and arguments; what its one line says). {d}: shards, {r}: a run, {t}: a folder for anything.
+TRAIN = "train.py --data_dir={d} --out_dir={t}/new --n_head=2 --n_embd=32 --n_layer=2 --seq_len=32 --micro_batch=2 "
+MISTAKES = [
+    ("train.py {r}/config.toml --out_dir={t}/new --vocab_size=4611686018427387902", "out of memory"),
+    ("eval.py {r} --batch=0", "--batch=0: out of range"),
+    ("prepare_fineweb.py --source={t} --out=", "--out is empty"),
+    ("kernels.py --nope", "knows --quick, --json and --model, not --nope"),
+    ("train.py {r}/config.toml", "holds a run already"),
+    ("train.py nothere.toml", "cannot read nothere.toml"),
+    ("train.py {d}/meta.json", "expected a .toml file"),
+    ("train.py --n_lyer=3", "unknown key 'n_lyer', did you mean n_layer?"),
+    ("train.py --lr", "--lr needs a value"),
+    ("train.py --lr=1e-3 extra", "'extra': expected a .toml file"),
+    ("train.py --tracker=one\ntwo", r"tracker=one\ntwo is unknown"),
+    ("train.py --n_layer=1000000000000", "n_layer=1000000000000: must be at most 10,000"),
+    ("train.py --seed=" + "9" * 5000, "must be a whole number"),
+    (TRAIN + "--tokens_per_step=100", "use --tokens_per_step=64 or --tokens_per_step=128"),
+    (TRAIN + "--tokens_per_step=128 --residual_mode=hc --route_impl=fused", "route_impl=fused: residual_mode=hc"),
+    (TRAIN + "--tokens_per_step=128 --n_ffn=4611686018427387902", "out of memory"),
+    (TRAIN + "--tokens_per_step=128 --vocab_size=100", "vocabulary of 257, more than vocab_size=100"),
+    ("train.py --data_dir={t}/nothing", "no data in {t}/nothing: prepare it"),
+    ("train.py --data_dir={t}/nothing --prepare=--sorce=x", "prepare=--sorce=x: unrecognized arguments: --sorce=x"),
+    ("eval.py", "the following arguments are required: run"),
+    ("eval.py {t}/nothing", "does not exist"),
+    ("eval.py {t}", "holds no checkpoint"),
+    ("eval.py {r}/config.toml", "not a usable checkpoint"),
+    ("eval.py {r} --splt=val", "unrecognized arguments: --splt=val"),
+    ("eval.py {r} --split=vall", "invalid choice: 'vall'"),
+    ("eval.py {r} --data_dir={t}/nothing", "no data in {t}/nothing"),
+    ("eval.py {r} --temperature=nan --prompt=x", "--temperature=nan: out of range"),
+    ("eval.py {r} --routing", "residual_mode=standard has no routes"),
+    ("eval.py study", "the following arguments are required: config"),
+    ("eval.py study {r}/config.toml --seeds=a", "--seeds=a: must be whole numbers"),
+    ("eval.py study {r}/config.toml --jobs=0", "--jobs=0: must be at least 1"),
+    ("eval.py study {r}/config.toml --modes=attnress", "did you mean attnres"),
+    ("eval.py study {r}/config.toml --modes=rd:heads=2", "unknown key 'heads'"),
+    ("prepare_fineweb.py", "the following arguments are required: --out"),
+    ("prepare_fineweb.py --source={t}/nothing --out={t}/o", "no such file or folder"),
+    ("prepare_fineweb.py --source={r}/source --out={t}/o", "no file that ends in .txt"),
+    ("prepare_fineweb.py --source= --out={t}/o", "--source is empty"),
+    ("prepare_fineweb.py --source={r}/last.pt --format=jsonl --out={t}/o", "not JSON"),
+    ("prepare_fineweb.py --source={r}/last.pt --format=txt --out={t}/o", "not valid UTF-8"),
+    ("prepare_fineweb.py --source=stdlib --out={t}/o --tokenizer=gpt5", "--tokenizer=gpt5 is unknown"),
+    ("prepare_fineweb.py --source=stdlib --out={t}/o --holdout=50", "--holdout=50: must be 1 to 49"),
+    ("prepare_fineweb.py --source=stdlib --out=/proc/nope", "cannot write to this folder"),
+    ("prepare_fineweb.py --verify --out={t}/nothing", "no data in {t}/nothing"),
+    ("kernels.py --model --fast", "not --fast")]
+
+
+@pytest.mark.parametrize("mistakes", ordinary(MISTAKES[:4], slow=MISTAKES[4:]), ids=len)
+def test_a_command_line_with_a_mistake_ends_in_one_line(mistakes, data, tmp_path):
+    run_training(data, tmp_path / "run", max_steps=1, eval_every=0)
+    train.folder_lock = None  # which this process would hold for the others to find
+    (tmp_path / "t").mkdir()
+    places, failures = dict(d=data, r=tmp_path / "run", t=tmp_path / "t"), []
+    for command, message in mistakes:
+        words = [word.format(**places) for word in command.split(" ") if word]
+        start = time.monotonic()
+        result = run_script(HERE / words[0], *words[1:], timeout=60)
+        output = [*result.stdout.splitlines(), *result.stderr.splitlines()]
+        good = result.returncode not in (0, -signal.SIGKILL) and len(result.stderr.splitlines()) == 1 and output[
+            -1].startswith(words[0]) and message.format(**places) in output[-1] and time.monotonic() - start < 30
+        if not good:
+            failures.append(f"{command[:200]!r} took {time.monotonic() - start:.0f} s, exit code {result.returncode}: "
+                            f"{output[-3:]}")
+    assert not failures, "\n".join(failures)
+
+
+# Odd users
+
+
+def test_folders_may_have_any_name_and_data_may_be_read_only(data, tmp_path, capsys):
+    import shlex
+    import shutil
+    source, out = tmp_path / "Daten ☃ 'a' $b", tmp_path / "ein Lauf; \"é\" --x"
+    shutil.copytree(data, source)
+    for path in (*source.iterdir(), source):
+        path.chmod(path.stat().st_mode & ~0o222)
+
+    def state():  # root can write all the same, so what is there is compared
+        return {p.name: (p.stat().st_mtime_ns, p.stat().st_size) for p in (source, *source.iterdir())}
+    before = state()
+    run_training(source, out, dtype="float32")
+    line = capsys.readouterr().out.strip().splitlines()[-1]
+    assert shlex.split(line.split("evaluate with: ")[1]) == ["python", "eval.py", str(out)]
+    evaluation.main([str(out), "--json", "--device=cpu"])
+    evaluation.main([str(out), "--prompt=é", "--tokens=3", "--json", "--device=cpu"])
+    loss, texts = map(json.loads, capsys.readouterr().out.splitlines())
+    assert loss["run"] == str(out) and texts[0].startswith("é")
+    _, t = train.load_config([str(out / "config.toml")])
+    assert (t.data_dir, t.out_dir) == (str(source), str(out))
+    run_training(source, out, dtype="float32", resume="true", max_steps=7)
+    assert state() == before
+    source.chmod(0o755)
+
+
+@pytest.mark.parametrize("options", ordinary([], slow=["-O"]))  # slow: all of PyTorch is compiled anew for python -O
+def test_two_runs_at_a_time_do_not_disturb_each_other(options, data, tmp_path):
+    processes = [alone([sys.executable, *more, HERE / "train.py", *flags(data, tmp_path / name, dtype="float32")])
+                 for name, more in (("a", []), ("b", options))]
+    for process in processes:
+        text = process.communicate(timeout=120)[0]
+        assert process.returncode == 0, text
+    assert same_weights(tmp_path / "a/last.pt", tmp_path / "b/last.pt")
+    assert measured(read_log(tmp_path / "a")) == measured(read_log(tmp_path / "b"))
+
+
+@pytest.mark.parametrize("lacking", ["triton and a compiler", "kernels.py"])
+def test_what_is_missing_is_said_and_the_rest_works(lacking, data, tmp_path):
+    import shutil
+    code, place = tmp_path / "code", {"PATH": "/nonexistent", "CC": "/nonexistent/cc", "CXX": "/nonexistent/cc"}
+    code.mkdir()
+    for path in HERE.glob("*.py"):
+        shutil.copy(path, code)
+    block = "sys.modules['triton'] = None" if lacking != "kernels.py" else (code / "kernels.py").unlink() or ""
+    argv = flags(data, tmp_path / "run", residual_mode="attnres", dtype="float32", max_steps=2,
+                 compile="on" if block else "off")
+    driver = code / "driver.py"
+    driver.write_text(f"import sys\n{block}\nimport train\ntrain.main({argv!r})\nimport eval\n"
+                      f"eval.main([{str(tmp_path / 'run')!r}])\n"
+                      f"eval.main([{str(tmp_path / 'run')!r}, '--prompt=a', '--tokens=3'])\n"
+                      f"train.main([*{argv!r}, '--route_impl=fused', {f'--out_dir={tmp_path}/fused'!r}])\n", "utf-8")
+    cache = tmp_path / "cache"  # a graph that was compiled earlier needs no compiler
+    result = run_script(driver, TORCHINDUCTOR_CACHE_DIR=str(cache), **place if block else {})
+    assert "step:2/2" in result.stdout and ", perplexity " in result.stdout, result.stderr
+    if block:
+        assert result.returncode == 0 and "done: 2 steps" in result.stdout.splitlines()[-1]
+        assert result.stdout.count("warning: torch.compile does not work here") == 2  # once in each training
+        assert "routing: fused" in result.stdout
+    else:
+        assert "routing: reference (kernels.py cannot be imported (No module named 'kernels'))" in result.stdout
+        error = result.stderr.splitlines()[-1]
+        assert result.returncode == 1 and error.startswith("train.py: route_impl=fused: kernels.py cannot be imported")
+
+
+def test_a_corpus_of_one_document_trains(tmp_path):
+    (tmp_path / "one.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "' + b"one document " * 40 + b'"}\r\n')
+    meta = prepare(tmp_path / "one.jsonl", tmp_path / "d", *TRAIN_ONLY)
+    assert documents(tmp_path / "d", meta, "train") == ["one document " * 40]
+    with pytest.raises(UserError, match="holds no val shards.*--eval_every=0"):
+        run_training(tmp_path / "d", tmp_path / "a")
+    rows = run_training(tmp_path / "d", tmp_path / "b", eval_every=0, max_steps=20)
+    assert float(rows[-1]["loss"]) < float(rows[0]["loss"]) - 1
+
+
+def test_when_one_process_dies_the_others_stop_and_say_why(data, tmp_path):
+    argv = flags(data, tmp_path / "a", max_steps=100_000, eval_every=0, save_every=5)
+    driver = tmp_path / "driver.py"  # rank 1 leaves without a word, as if the system had killed it
+    driver.write_text(f"""import os, sys
+sys.path.insert(0, {str(HERE)!r})
+import train
+order = train.Tokens.order
+def dying(self, seed, step, size):
+    if step == 12 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), 9)
+    return order(self, seed, step, size)
+train.Tokens.order = dying
+train.main({argv!r})
+""", "utf-8")
+    start = time.monotonic()
+    result = run_script(driver, processes=2, timeout=120)
+    assert result.returncode != 0 and time.monotonic() - start < 60
+    assert "device: cpu" in result.stdout and "step:12/" in result.stdout
+    assert "train.py: another process of this run has stopped, so this one stops too" in result.stderr
+    assert train.load_checkpoint(tmp_path / "a/last.pt")["step"] == 10
+
+
+# The same numbers
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_loss_and_gradients_do_not_depend_on_how_a_batch_is_cut(mode):
+    model, idx = make(mode), tokens(batch=6)
+    loss, whole = gradients(model, idx)
+    for size in (1, 2, 3):
+        model.zero_grad()
+        parts = [loss_of(model, part) * len(part) / 6 for part in idx.split(size)]
+        for part in parts:
+            part.backward()
+        assert_close(sum(p.detach() for p in parts), loss, 1e-12)
+        assert_close({n: p.grad for n, p in model.named_parameters()}, whole, 1e-12)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_seed_gives_one_run_and_evaluation_does_not_depend_on_the_batch(mode, data, tmp_path):
+    runs = [run_training(data, tmp_path / name, residual_mode=mode, dtype="float32", max_steps=3) for name in "ab"]
+    assert measured(runs[0]) == measured(runs[1]) and same_weights(tmp_path / "a/last.pt", tmp_path / "b/last.pt")
+    device, val = torch.device("cpu"), train.Tokens(data, "val", 32, 257)
+    model = evaluation.load_model(tmp_path / "a", device, torch.float32)[0]
+    losses = [train.evaluate(model, val, batch, device, torch.float32, limit=3001) for batch in (1, 7, 64, 10**18)]
+    assert {count for _, count in losses} == {3001} and max(losses)[0] - min(losses)[0] < 1e-6
+
+
+@pytest.mark.slow
+def test_long_runs_keep_their_memory_and_their_speed(data, tmp_path, steps=2000):
+    settings = dict(residual_mode="attnres", dtype="float32", n_layer=4, n_embd=64, n_ffn=128, max_steps=steps,
+                    eval_every=100, save_every=100)
+    result = run_script(HERE / "train.py", *flags(data, tmp_path / "a", **settings), timeout=3600)
+    assert result.returncode == 0, result.stderr
+    rows = read_log(tmp_path / "a")
+    memory, ms = ([float(r[name]) for r in rows] for name in ("mem_mb", "ms"))
+    assert memory[-1] < 1.05 * memory[steps // 10 - 1]  # mem_mb is the peak so far
+    first, last = (np.median(part) for part in (ms[steps // 100:][:steps // 10], ms[-steps // 10:]))
+    assert last < 1.1 * first, (first, last)
 
 
 if __name__ == "__main__":

@@ -193,7 +193,11 @@ def parse_value(place, key, value, from_text=None):
     except (ValueError, KeyError, OverflowError):
         pass
     what = {int: "a whole number", float: "a number", bool: "true or false", str: "a string of valid UTF-8"}[kind]
-    raise UserError(f"{place}: {key}={str(value)[:100]!r} must be {what}")
+    try:
+        shown = f"{str(value)[:100]!r}"
+    except ValueError:  # Python writes out no integer of so many digits
+        shown = "a number with thousands of digits"
+    raise UserError(f"{place}: {key}={shown} must be {what}{' below 2^62' * (type(value) is kind is int)}")
 
 
 def to_toml(*configs):
@@ -387,6 +391,7 @@ def evaluate(model, tokens, batch, device, dtype, limit=None, rank=0, world=1, s
     batches have one shape, with targets of -1 (not counted) behind the last token.
     """
     T, n = tokens.seq_len, tokens.total - 1 if limit is None else min(limit, tokens.total - 1)
+    batch = min(batch, -(-n // T))
     nll, count = 0.0, 0
     for first in range(rank * batch * T, n, world * batch * T):
         stretch = tokens.read(first, min(batch * T, n - first) + 1)
@@ -443,6 +448,14 @@ def load_checkpoint(path):
         raise UserError(f"{path} is not a usable checkpoint ({first_line(e)})") from None
 
 
+def build(cfg):
+    """GPT(cfg); what only shows while it is made, like a mode without a fused form, ends in one line too."""
+    try:
+        return GPT(cfg)
+    except ValueError as e:
+        raise UserError(str(e)) from None
+
+
 def load_weights(model, content, path):
     try:
         model.load_state_dict(content["model"])
@@ -465,7 +478,7 @@ def train(cfg, t):
     cfg, data, val, about_data = open_data(cfg, t)
 
     torch.manual_seed(t.seed)
-    model = GPT(cfg)  # made on the host, so that a seed gives the same weights on every device
+    model = build(cfg)  # made on the host, so that a seed gives the same weights on every device
     model = model.to(device, torch.float64 if dtype == torch.float64 else None)
     optimizer = make_optimizer(model, t, device)
     on_first_rank(lock_run_folder, t)
@@ -577,7 +590,11 @@ def prepare_data(t):
     if t.prepare and half and not (folder / "meta.json").exists():
         print(f"preparing {folder}: prepare_fineweb.py {t.prepare}", flush=True)
         try:
-            prepare_fineweb.prepare(prepare_fineweb.parse_args([*shlex.split(t.prepare), f"--out={folder}"]))
+            args = prepare_fineweb.parse_args([*shlex.split(t.prepare), f"--out={folder}"])
+        except UserError as e:
+            raise UserError(f"prepare={t.prepare}: {e}") from None
+        try:
+            prepare_fineweb.prepare(args)
         except OSError as e:
             raise UserError(f"{e.filename or folder}: {e.strerror or e}") from None
 
@@ -668,10 +685,11 @@ def resume(cfg, t, model, optimizer, about_data, say):
             group.update(option)  # the settings of this start; `fused` among them decides where the state has to lie
         optimizer.load_state_dict(saved["optimizer"])
         for p in (p for g in optimizer.param_groups for p in g["params"]):
-            if not all(optimizer.state[p][name].shape == p.shape for name in ("exp_avg", "exp_avg_sq")):
+            state = optimizer.state[p]
+            if state["step"].numel() != 1 or not state["exp_avg"].shape == state["exp_avg_sq"].shape == p.shape:
                 raise ValueError("state of another shape")
         torch.set_rng_state(saved["rng"])
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as e:
+    except Exception as e:  # here too
         raise UserError(f"{path}: its optimizer state does not fit the model ({first_line(e)})") from None
     changed.pop("resume", None)
     news = f"; changed: {', '.join(changed.values())}" if changed else ""
@@ -721,6 +739,7 @@ class StopSignal:
 class Log:
     """log.csv, one line per logged step on stdout, a status line in a terminal, and the tracker."""
     columns = "step tokens loss val_loss lr grad_norm tok_per_s ms mem_mb crc".split()
+    row = r"[0-9]{1,18}(,[-+.0-9a-z]*){9}"  # a whole line of the file
 
     def __init__(self, t, start, device):
         self.t, self.start, self.device = t, start, device
@@ -729,8 +748,8 @@ class Log:
         try:
             rows = []
             if start and self.path.exists():  # rows behind the checkpoint are made again
-                with open(self.path, encoding="utf-8", errors="replace", newline="") as f:
-                    rows = [r for r in csv.reader(f) if len(r) == len(self.columns) and r[0].isdigit()]
+                with open(self.path, encoding="utf-8", errors="replace") as f:  # no csv.reader: it stops at damage
+                    rows = [line.strip().split(",") for line in f if re.fullmatch(self.row, line.strip())]
                 rows = [r for r in rows if int(r[0]) <= start]
             with open(self.path.with_suffix(".tmp"), "w", encoding="utf-8", newline="") as f:
                 csv.writer(f).writerows([self.columns, *rows])
@@ -831,7 +850,7 @@ def guard(name, function, *args):
     except SystemExit as e:
         code = e.code
     except RuntimeError as e:
-        if "can't allocate memory" in str(e):
+        if "can't allocate memory" in str(e) or "Storage size calculation overflowed" in str(e):
             error = f"out of memory ({first_line(e)}): lower the batch or the size of the model"
         elif dist.is_initialized() and ("gloo" in str(e) or isinstance(e, dist.DistBackendError)):
             error = f"another process of this run has stopped, so this one stops too ({first_line(e)[:80]})"
