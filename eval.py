@@ -417,10 +417,6 @@ def parse_study(argv):
         if not fits:
             p.error(f"--{name}={getattr(args, name)}: must be {what}")
     args.name, modes = Path(args.config).stem, dict.fromkeys(["standard", *filter(None, args.modes.split(","))])
-    if not all(seed.isdecimal() for seed in args.seeds.split(",")):
-        p.error(f"--seeds={args.seeds}: want numbers with commas between them")
-    if args.jobs < 1:
-        p.error(f"--jobs={args.jobs}: must be at least 1")
     args.cells = {(mode, int(seed)): None for seed in args.seeds.split(",") for mode in modes}
     for mode, seed in args.cells:
         name, *knobs = mode.split(":")
@@ -438,14 +434,14 @@ def study(args):
     table, end = Path(args.out) / "results.csv", time.monotonic() + 60 * args.minutes
     rows = read_results(table)
     waiting = [cell for cell in args.cells if key_of(args, cell) not in rows]
-    running, failed, costs = {}, [], {}
+    running, failed = {}, []
     while waiting or running:
         for job in [j for j in running if j.poll() is not None]:
             cell = running.pop(job)
             if job.returncode:
                 failed.append(cell)
             else:
-                rows[key_of(args, cell)] = result_of(args, cell, costs)
+                rows[key_of(args, cell)] = result_of(args, cell)
                 write_results(table, rows)
             print(f"{'FAILED' if job.returncode else 'done'}: {cell[0]}, seed {cell[1]}", flush=True)
         while waiting and len(running) < args.jobs and time.monotonic() < end:
@@ -458,6 +454,14 @@ def study(args):
         if not running and waiting:
             break  # out of time
         time.sleep(0.2)
+    for row in rows.values():  # measured once nothing else runs
+        if row["study"] == args.name and not row["speed"]:
+            flags = [args.config, f"--residual_mode={row['mode']}", *(f"--{k}" for k in row["knobs"].split())]
+            same = [r for r in rows.values() if all(r[c] == row[c] for c in ("study", "mode", "knobs"))]
+            cost = cost_of(*load_config(flags))
+            for r in same:
+                r["speed"], r["kept"] = cost
+            write_results(table, rows)
     compare(args.name, rows, [key_of(args, cell) for cell in args.cells], Path(args.out))
     if find_spec("matplotlib"):
         draw_depth(args)
@@ -482,7 +486,7 @@ def read_results(path):
             at = [int(x) for x in r["tokens"].split()]
             if not at or len(at) != len(losses(r)) or not all(map(math.isfinite, losses(r))):
                 raise ValueError(f"losses {r['loss']!r} at tokens {r['tokens']!r}")
-            int(r["added"]), float(r["speed"]), float(r["kept"])
+            int(r["added"]), float(r["speed"] or 1), float(r["kept"] or 1)
         return rows
     except (ValueError, KeyError, TypeError, AttributeError, csv.Error) as e:
         raise UserError(f"{path} is damaged ({type(e).__name__}: {first_line(e)}): mend or delete it") from None
@@ -497,33 +501,27 @@ def write_results(path, rows):
     os.replace(f"{path}.new", path)
 
 
-def result_of(args, cell, costs):
-    """The row of a finished run. `tokens` and `loss` are lists, one entry for each evaluation; `speed` and `kept` are
-    relative to `standard`, measured here in turn with it, so that it does not matter what else the machine does."""
+def result_of(args, cell):
+    """The row of a finished run. `tokens` and `loss` are lists, one entry for each evaluation."""
     t = load_config(args.cells[cell])[1]
     with open(Path(t.out_dir) / "log.csv", newline="", encoding="utf-8") as f:
         seen = [r for r in csv.DictReader(f) if r["val_loss"]]
-    cfg = load_checkpoint(Path(t.out_dir) / "last.pt")["cfg"]
-    if cell[0] not in costs:
-        costs[cell[0]] = cost_of(cfg, t.micro_batch)
+    added = GPT(load_checkpoint(Path(t.out_dir) / "last.pt")["cfg"]).count()["router"]
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True,
                             cwd=Path(__file__).parent).stdout.strip()
     tokens, loss = (" ".join(r["tokens"] for r in seen), " ".join(f"{float(r['val_loss']):.5f}" for r in seen))
-    added = GPT(cfg).count()["router"]
-    return dict(zip(STUDY_COLUMNS, (*key_of(args, cell), added, tokens, loss, *costs[cell[0]], commit)))
+    return dict(zip(STUDY_COLUMNS, (*key_of(args, cell), added, tokens, loss, "", "", commit)))
 
 
-def cost_of(cfg, batch):
+def cost_of(cfg, t):
     """(throughput of a forward and backward pass, bytes kept between them), relative to `standard`."""
-    if cfg.residual_mode == "standard":
-        return 1.0, 1.0
     from kernels import Clock, kept_bytes, ratio
-    plain = dataclasses.replace(cfg, residual_mode="standard", **KNOBS)
-    models, idx = {"standard": GPT(plain), "mode": GPT(cfg)}, torch.zeros(batch, cfg.seq_len, dtype=torch.long)
+    cfg.vocab_size = cfg.vocab_size or read_meta(t.data_dir)["vocab_size"]
+    models = {"standard": GPT(dataclasses.replace(cfg, residual_mode="standard", **KNOBS)), "mode": GPT(cfg)}
+    idx = torch.zeros(t.micro_batch, cfg.seq_len, dtype=torch.long)
     kept = [kept_bytes(m, idx, contextlib.nullcontext) for m in models.values()]
     steps = {k: lambda m=m: m(idx, idx)[1].backward() for k, m in models.items()}
-    times = Clock(torch.device("cpu")).rounds(steps, 5, 5)
-    return round(ratio(times, "mode"), 3), round(kept[1] / kept[0], 3)
+    return round(ratio(Clock(idx.device).rounds(steps, 6, 5), "mode"), 3), round(kept[1] / kept[0], 3)
 
 
 def paired(rows, base):
