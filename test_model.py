@@ -1292,10 +1292,10 @@ def test_bytes_follow_the_formula(name, monkeypatch):
         assert moved == pytest.approx(kernels.planes_per_site(VARIANTS[name][0], 4, chunk, **VARIANTS[name][1]))
 
 
-def cells(archs, widths, heads, shared):
+def cells(archs, widths, heads, mix, pull):
     return [f"{kernel} {D} {G} {S} {arch}" for arch in archs for D in widths for G in heads for kernel in
             ("score", "mix", "own", "pull", "keyed", "write", "unwrite") for S in
-            (shared if kernel in ("mix", "pull") else (1,))]
+            dict(mix=mix, pull=pull).get(kernel, (1,))]
 
 
 def compile_ahead(cell):
@@ -1351,11 +1351,11 @@ def check_compiled(wanted):
                              text=True, env={**os.environ, "TRITON_INTERPRET": "0"}) for part in half]
     found = {}
     for job in jobs:
-        found |= json.loads(job.communicate(timeout=900)[0])
+        found |= json.loads(job.communicate(timeout=1800)[0])
     assert set(found) == set(wanted)
+    assert {cell: code for cell, code in found.items() if code["STACK"] or code["spills"]} == {}
     for cell, code in found.items():
         kernel, D, G, S, arch = cell.split()
-        assert code["STACK"] == 0 and code["spills"] == 0, (cell, code)
         assert code["wide"] > 0, (cell, code)
         if code["warps"] == 1:
             assert code["barriers"] == 0, (cell, code)
@@ -1370,13 +1370,14 @@ needs_compiler = pytest.mark.skipif(not kernels.triton, reason="needs Triton")
 
 @needs_compiler
 def test_kernels_compile_without_spills():
-    check_compiled(cells((90,), (768,), (1, 8), (1, 4)))
+    check_compiled(cells((90,), (768,), (1, 8), (1, 4), (1, 4)))
 
 
 @needs_compiler
 @pytest.mark.slow
 def test_kernels_compile_without_spills_everywhere():
-    for cell, code in check_compiled(cells((80, 90, 100), (576, 768, 1024, 1280, 2048), (1, 4, 8), (1, 4, 6))).items():
+    wanted = cells((80, 90, 100), (576, 768, 1280, 2048), (1, 8), (1, 4, 6), (1, 4, 8))
+    for cell, code in check_compiled(wanted).items():
         print(f"{cell:22s}", *(f"{k} {v:4d}" for k, v in code.items()))
 
 
