@@ -484,7 +484,9 @@ def power_of_2(n):
 
 def n_warps(n_shared, G, D):
     """Launch table, from the registers that ahead-of-time compilation shows: no spill, few reductions across warps."""
-    return 8 if n_shared > 6 else 4 if n_shared > 2 else 1 if n_shared == 1 and G == 1 and D <= 1024 else 2
+    if n_shared > 6 or n_shared * D > 12_000:
+        return 8
+    return 4 if n_shared > 2 else 1 if n_shared == 1 and G == 1 and D <= 1024 else 2
 
 
 class Triton:
