@@ -18,6 +18,7 @@ import json
 import math
 import os
 import re
+import statistics
 import subprocess
 import sys
 import time
@@ -574,12 +575,17 @@ def compare(name, rows, wanted, out):
     for mode, t in table.items():
         row, loss, found = next(iter(t["rows"].values())), t["loss"], t["found"]
         delta, error, width, won, n = found[-1]
+        if mode == "standard":
+            lines.append(f"| `standard` | 0 | {loss:.4f} |" + " |" * (len(at) + 2) + " 1 × | 1 × | 1 × |")
+            continue
         needed = tokens_needed(curve, curve[-1][1] + delta) / at[-1]
         lines.append(f"| `{mode}` | {int(row['added']):,} | {loss:.4f} | " + " | ".join(f"{f[0]:+.4f}" for f in found) +
                      f" | {delta - width:+.4f} to {delta + width:+.4f} | {won}/{n} | {needed:.2f} × | "
                      f"{table[mode]['speed']:.2f} × | {float(row['kept']):.2f} × |"
                      .replace("+nan to +nan", "one pair"))
     lines += [f"| `{mode}` |" + " not run |" * (len(at) + 7) for mode in runs if mode not in table]
+    spread = statistics.stdev(losses(r)[-1] for r in base.values()) if len(base) > 1 else math.nan
+    lines += ["", f"The final loss of `standard` has a standard deviation of {spread:.4f} over its {len(base)} seeds."]
     text = "\n".join(lines) + "\n"
     (out / f"{name}.md").write_text(text, encoding="utf-8")
     print(text)
@@ -603,7 +609,7 @@ def draw_study(name, table, at, out):
         left.plot(at, [mean(y) for y in zip(*map(losses, t["rows"].values()))], **style)
         right.plot(at, [f[0] for f in t["found"]], **style)
     left.set(xscale="log", xlabel="training tokens", ylabel="validation loss (nats per token)", title="mean over seeds")
-    right.set(xscale="log", xlabel="training tokens", ylabel="loss minus that of `standard`", title="mean over pairs")
+    right.set(xscale="log", xlabel="training tokens", ylabel="loss minus that of standard", title="mean over pairs")
     left.legend(fontsize=7)
     save(fig, "loss")
 
@@ -615,7 +621,7 @@ def draw_study(name, table, at, out):
     won = {m: table[m]["found"][-1][3:] for m in others}
     ax.set_yticks(range(len(others)), [f"{m}  ({won[m][0]} of {won[m][1]} won)" for m in others])
     ax.axvline(0, color="k", lw=0.8)
-    ax.set(xlabel="final loss minus that of `standard` (nats per token), 95 % interval; left is better")
+    ax.set_xlabel("final loss minus that of standard (nats per token)\n95 % interval; left is better")
     save(fig, "difference")
 
     fig, ax = plt.subplots(figsize=(6, 4))
