@@ -22,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
+import zlib
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -29,8 +30,8 @@ import torch
 
 from model import GPT, KNOBS, AttnRes, depth_logits, span
 from prepare_fineweb import Parser, UserError, first_line, get_encoding
-from train import (Tokens, autocast, build, choose_device, choose_dtype, evaluate, guard, load_checkpoint, load_config,
-                   load_weights, read_meta, start_processes)
+from train import (Tokens, autocast, build, choose_device, choose_dtype, commit, evaluate, guard, launched,
+                   load_checkpoint, load_config, load_weights, read_meta, start_processes)
 
 
 def parse_args(argv):
@@ -398,7 +399,7 @@ def draw_routing(result, folder):
 # Study: the same training run in several modes and seeds, compared in pairs of equal seed
 
 
-STUDY_COLUMNS = ("study", "mode", "knobs", "seed", "added", "tokens", "loss", "speed", "kept", "commit")
+STUDY_COLUMNS = ("study", "mode", "knobs", "seed", "added", "tokens", "loss", "speed", "kept", "settings", "commit")
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t, two-sided, 1 .. 9 degrees
 
 
@@ -424,9 +425,14 @@ def parse_study(argv):
         out = Path(args.runs) / f"{args.name}-{'-'.join([name, *knobs]).replace('=', '-')}-seed{seed}"
         args.cells[mode, seed] = [args.config, f"--residual_mode={name}", *(f"--{k}" for k in knobs), f"--seed={seed}",
                                   f"--out_dir={out}", "--resume=true"]
-        t = load_config(args.cells[mode, seed])[1]  # mistakes are told before anything runs
+        cfg, t = load_config(args.cells[mode, seed])  # mistakes are told before anything runs
         if not (t.eval_every and t.eval_at_tokens):
             raise UserError(f"{args.config} needs eval_every and eval_at_tokens: the losses that a study compares")
+    same = {k: v for k, v in (dataclasses.asdict(cfg) | dataclasses.asdict(t)).items()
+            if k not in KNOBS and k not in ("residual_mode", "seed", "out_dir", "resume")}
+    args.settings = f"{zlib.crc32(json.dumps(same, sort_keys=True).encode()):08x}"  # what all runs must share
+    if launched():
+        raise UserError("eval.py study starts processes of its own: run it without torchrun")
     return args
 
 
@@ -434,27 +440,34 @@ def study(args):
     """Train what is missing, update results.csv, write the comparison and its figures."""
     table, end = Path(args.out) / "results.csv", time.monotonic() + 60 * args.minutes
     rows = read_results(table)
+    if any(r["study"] == args.name and r["settings"] != args.settings for r in rows.values()):
+        raise UserError(f"{table} has runs of {args.name} with other settings than {args.config} has now: give the "
+                        "configuration another name, or --out another folder")
     waiting = [cell for cell in args.cells if key_of(args, cell) not in rows]
     running, failed = {}, []
-    while waiting or running:
-        for job in [j for j in running if j.poll() is not None]:
-            cell = running.pop(job)
-            if job.returncode:
-                failed.append(cell)
-            else:
-                rows[key_of(args, cell)] = result_of(args, cell)
-                write_results(table, rows)
-            print(f"{'FAILED' if job.returncode else 'done'}: {cell[0]}, seed {cell[1]}", flush=True)
-        while waiting and len(running) < args.jobs and time.monotonic() < end:
-            flags = args.cells[cell := waiting.pop(0)]
-            out = Path(load_config(flags)[1].out_dir)
-            out.parent.mkdir(parents=True, exist_ok=True)
-            with open(f"{out}.txt", "ab") as log:
-                running[subprocess.Popen([sys.executable, Path(__file__).with_name("train.py"), *flags], stdout=log,
-                                         stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})] = cell
-        if not running and waiting:
-            break  # out of time
-        time.sleep(0.2)
+    try:
+        while waiting or running:
+            for job in [j for j in running if j.poll() is not None]:
+                cell = running.pop(job)
+                if job.returncode:
+                    failed.append(cell)
+                else:
+                    rows[key_of(args, cell)] = result_of(args, cell)
+                    write_results(table, rows)
+                print(f"{'FAILED' if job.returncode else 'done'}: {cell[0]}, seed {cell[1]}", flush=True)
+            while waiting and len(running) < args.jobs and time.monotonic() < end:
+                flags = args.cells[cell := waiting.pop(0)]
+                out = Path(load_config(flags)[1].out_dir)
+                out.parent.mkdir(parents=True, exist_ok=True)
+                with open(f"{out}.txt", "ab") as log:
+                    running[subprocess.Popen([sys.executable, Path(__file__).with_name("train.py"), *flags], stdout=log,
+                                             stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})] = cell
+            if not running and waiting:
+                break  # out of time
+            time.sleep(0.2)
+    finally:
+        for job in running:  # what is cut short saves, and the next start goes on from there
+            job.terminate()
     for row in rows.values():  # measured once nothing else runs
         if row["study"] == args.name and not row["speed"]:
             flags = [args.config, f"--residual_mode={row['mode']}", *(f"--{k}" for k in row["knobs"].split())]
@@ -508,10 +521,8 @@ def result_of(args, cell):
     with open(Path(t.out_dir) / "log.csv", newline="", encoding="utf-8") as f:
         seen = [r for r in csv.DictReader(f) if r["val_loss"]]
     added = GPT(load_checkpoint(Path(t.out_dir) / "last.pt")["cfg"]).count()["router"]
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True,
-                            cwd=Path(__file__).parent).stdout.strip()
-    tokens, loss = (" ".join(r["tokens"] for r in seen), " ".join(f"{float(r['val_loss']):.5f}" for r in seen))
-    return dict(zip(STUDY_COLUMNS, (*key_of(args, cell), added, tokens, loss, "", "", commit)))
+    tokens, loss = " ".join(r["tokens"] for r in seen), " ".join(f"{float(r['val_loss']):.5f}" for r in seen)
+    return dict(zip(STUDY_COLUMNS, (*key_of(args, cell), added, tokens, loss, "", "", args.settings, commit())))
 
 
 def cost_of(cfg, t):

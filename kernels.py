@@ -226,6 +226,14 @@ def plane_of(k, t, STEP: tl.constexpr, PAIRS: tl.constexpr):
     return tl.cast(slot + PAIRS * (tl.maximum(slot - 1, 0) // 2), tl.int64)
 
 
+@jit
+def row_tile(D: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, KP: tl.constexpr):
+    """Offsets (GP, KP) in a row of a plane with their mask, offsets (GP,) in a row of numbers per head with theirs."""
+    K: tl.constexpr = D // G
+    o_g, o_c = tl.arange(0, GP), tl.arange(0, KP)
+    return o_g[:, None] * K + o_c[None, :], (o_g < G)[:, None] & (o_c < K)[None, :], o_g, o_g < G
+
+
 @jit(do_not_specialize=["plane", "below", "k", "u0", "u1"])
 def score_kernel(p_y, p_keys, p_q_hi, p_q_lo, p_raw, p_offset, p_rho, plane, below, k, u0, u1, M, eps,
                  D: tl.constexpr, G: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BU: tl.constexpr,
@@ -262,17 +270,12 @@ def score_kernel(p_y, p_keys, p_q_hi, p_q_lo, p_raw, p_offset, p_rho, plane, bel
             b_squares += tl.sum(b_x32 * b_x32, axis=1)
             o_q = o_u[None, :] * D + g * K + o_c[:, None]
             m_q = m_u[None, :] & m_c[:, None]
-            b_q = tl.load(p_q_hi + o_q, mask=m_q, other=0.0)
-            if UPCAST:  # the interpreter keeps bf16 as integers and would multiply those
-                b_acc = tl.dot(b_x32, b_q.to(tl.float32), b_acc, input_precision="ieee")
-            else:
-                b_acc = tl.dot(b_x, b_q, b_acc, input_precision="ieee")
+            b_left = b_x32 if UPCAST else b_x  # the interpreter keeps bf16 as integers and would multiply those
+            b_q = tl.load(p_q_hi + o_q, mask=m_q, other=0.0).to(b_left.dtype)
+            b_acc = tl.dot(b_left, b_q, b_acc, input_precision="ieee")
             if SPLIT:
-                b_q = tl.load(p_q_lo + o_q, mask=m_q, other=0.0)
-                if UPCAST:
-                    b_acc = tl.dot(b_x32, b_q.to(tl.float32), b_acc, input_precision="ieee")
-                else:
-                    b_acc = tl.dot(b_x, b_q, b_acc, input_precision="ieee")
+                b_q = tl.load(p_q_lo + o_q, mask=m_q, other=0.0).to(b_left.dtype)
+                b_acc = tl.dot(b_left, b_q, b_acc, input_precision="ieee")
         tl.store(p_raw + (o_raw[None, :] * M + o_m[:, None]) * G + g, b_acc, mask=m_m[:, None] & m_u[None, :])
     if tl.program_id(1) == 0:
         tl.store(p_rho + tl.cast(plane, tl.int64) * M + o_m, tl.rsqrt(b_squares / D + eps), mask=m_m)
@@ -286,12 +289,9 @@ def mix_kernel(p_values, p_raw, p_offset, p_rho, p_lse, p_carry, p_out, p_scale,
                UNROLL: tl.constexpr):
     """Reads u .. u+S-1 of row m share one pass over columns lo .. hi-1. The softmax's denominators come first, so that
     the loop has no reduction and no rescaling."""
-    K: tl.constexpr = D // G
     m = tl.program_id(0).to(tl.int64)
-    o_g, o_c = tl.arange(0, GP), tl.arange(0, KP)
-    m_g = o_g < G
-    m_x = m_g[:, None] & (o_c < K)[None, :]
-    o_x = m * D + o_g[:, None] * K + o_c[None, :]
+    o_row, m_x, o_g, m_g = row_tile(D, G, GP, KP)
+    o_x = m * D + o_row
     o_n = tl.arange(0, NP)
     m_n = o_n < hi - lo
     b_rho = tl.load(p_rho + plane_of(lo + o_n, t, STEP, PAIRS) * M + m, mask=m_n, other=0.0)
@@ -306,7 +306,7 @@ def mix_kernel(p_values, p_raw, p_offset, p_rho, p_lse, p_carry, p_out, p_scale,
             b_old = tl.load(p_lse + (tl.cast(u + s, tl.int64) * M + m) * G + o_g, mask=m_g, other=0.0)
             b_max = tl.maximum(b_max, b_old)
             b_lse = b_max + tl.log(tl.sum(tl.exp(b_z - b_max[None, :]), axis=0) + tl.exp(b_old - b_max))
-            b_acc = tl.load(p_carry + s * M.to(tl.int64) * D + o_x, mask=m_x, other=0.0).to(tl.float32)
+            b_acc = tl.load(p_carry + s * tl.cast(M, tl.int64) * D + o_x, mask=m_x, other=0.0).to(tl.float32)
             b_acc = b_acc * tl.exp(b_old - b_lse)[:, None]
         else:
             b_lse = b_max + tl.log(tl.sum(tl.exp(b_z - b_max[None, :]), axis=0))
@@ -332,9 +332,9 @@ def mix_kernel(p_values, p_raw, p_offset, p_rho, p_lse, p_carry, p_out, p_scale,
                 b_h += b_added * tl.load(p_factor + u + s) if FACTOR else b_added
             b_square = tl.sum(tl.sum(tl.where(m_x, b_h * b_h, 0.0), axis=1), axis=0)
             b_scale = tl.rsqrt(b_square / D + eps)
-            tl.store(p_scale + s * M.to(tl.int64) + m, b_scale)
+            tl.store(p_scale + s * tl.cast(M, tl.int64) + m, b_scale)
             b_h = b_h * b_scale
-        tl.store(p_out + s * M.to(tl.int64) * D + o_x, b_h.to(p_out.dtype.element_ty), mask=m_x)
+        tl.store(p_out + s * tl.cast(M, tl.int64) * D + o_x, b_h.to(p_out.dtype.element_ty), mask=m_x)
 
 
 @jit
@@ -342,12 +342,9 @@ def own_kernel(p_dx, p_x, p_scale, p_dh, p_delta, p_added, p_factor, p_part, M,
                D: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, KP: tl.constexpr, ADDED: tl.constexpr,
                FACTOR: tl.constexpr):
     """dx -> dh, rounded once and used as rounded, and delta = <dh, x / scale - factor * added> per head."""
-    K: tl.constexpr = D // G
     m = tl.program_id(0).to(tl.int64)
-    o_g, o_c = tl.arange(0, GP), tl.arange(0, KP)
-    m_g = o_g < G
-    m_x = m_g[:, None] & (o_c < K)[None, :]
-    o_x = m * D + o_g[:, None] * K + o_c[None, :]
+    o_row, m_x, o_g, m_g = row_tile(D, G, GP, KP)
+    o_x = m * D + o_row
     b_dx = tl.load(p_dx + o_x, mask=m_x, other=0.0).to(tl.float32)
     b_x = tl.load(p_x + o_x, mask=m_x, other=0.0).to(tl.float32)
     b_scale = tl.load(p_scale + m)
@@ -373,12 +370,8 @@ def pull_kernel(p_values, p_keys, p_dh, p_raw, p_offset, p_rho, p_lse, p_delta, 
                 CARRY_K: tl.constexpr, SHARE: tl.constexpr, UNROLL: tl.constexpr):
     """Columns k .. k+S-1 of row m share one pass over the dh of reads u0 .. u1-1. Writes dv, dk (keys that are not
     values) and c = rho c, the weights of the GEMM that makes dq."""
-    K: tl.constexpr = D // G
     m = tl.program_id(0).to(tl.int64)
-    o_g, o_c = tl.arange(0, GP), tl.arange(0, KP)
-    m_g = o_g < G
-    m_x = m_g[:, None] & (o_c < K)[None, :]
-    o_row = o_g[:, None] * K + o_c[None, :]
+    o_row, m_x, o_g, m_g = row_tile(D, G, GP, KP)
     o_x = m * D + o_row
     values, keys, rhos, dvs, dks, sums = (), (), (), (), (), ()
     for s in tl.static_range(S):
@@ -422,7 +415,7 @@ def pull_kernel(p_values, p_keys, p_dh, p_raw, p_offset, p_rho, p_lse, p_delta, 
         dvs, dks, sums = new_v, new_k, new_s
     for s in tl.static_range(S):
         b_norm = sums[s] * rhos[s] * rhos[s] * rhos[s] / D
-        o_out = s * M.to(tl.int64) * D + o_x
+        o_out = s * tl.cast(M, tl.int64) * D + o_x
         if KEYED:
             tl.store(p_dk + o_out, (dks[s] - b_norm * keys[s].to(tl.float32)).to(p_dk.dtype.element_ty), mask=m_x)
             tl.store(p_dv + o_out, dvs[s].to(p_dv.dtype.element_ty), mask=m_x)
@@ -699,10 +692,12 @@ class Chain:
 
     # --- Residual
 
+    @torch.compiler.disable  # the bank is written in place: a graph ends before each site and begins behind it
     def start(self, e):
         params = dict(self.residual.named_parameters())
         return (Open.apply(self, self.residual.start(e)[0], *params.values()),)
 
+    @torch.compiler.disable
     def read(self, t, state):
         x = Site.apply(self, t, state[0])
         return x if isinstance(x, tuple) else (x, x)
@@ -1057,11 +1052,11 @@ class Clock:
         """{name: list of times}, after one round that warms up; at least so many rounds, more while `seconds` last."""
         for call in calls.values() if warm else ():
             call()
-        times, end = {name: [] for name in calls}, time.perf_counter() + seconds
-        while len(times[next(iter(calls))]) < least or time.perf_counter() < end:
-            order = list(calls)[::-1] if len(times[next(iter(calls))]) % 2 else list(calls)
-            for name in order:
+        times, end, done = {name: [] for name in calls}, time.perf_counter() + seconds, 0
+        while done < least or time.perf_counter() < end:
+            for name in list(calls)[::(-1) ** done]:  # there and back: no one always comes after the same neighbour
                 times[name].append(self.once(calls[name]))
+            done += 1
         return times
 
 
@@ -1191,7 +1186,8 @@ def steps(clock, modes, make, autocast, peak, seconds, say):
     """Training steps of modes against `standard`."""
     runs = {mode: make(mode=mode, **knobs) for mode, knobs in ({"standard": {}} | modes).items()}
     kept = {mode: kept_bytes(model, idx, autocast) for mode, (model, idx, _) in runs.items()}
-    times = clock.rounds({mode: step for mode, (_, _, step) in runs.items()}, seconds, warm=seconds > 60)
+    calls = {mode: step for mode, (_, _, step) in runs.items()}
+    times = clock.rounds(calls, seconds, warm=seconds > 60)  # in a hurry, kept_bytes has warmed up
     model, idx, _ = runs["standard"]
     say(f"\ntraining step, {model.cfg.n_layer} layers, width {model.cfg.n_embd}, {idx.numel()} tokens "
         f"({len(times['standard'])} interleaved rounds)\n"
@@ -1209,15 +1205,16 @@ def steps(clock, modes, make, autocast, peak, seconds, say):
 
 
 def growth(clock, device, autocast, batch, seq_len, shape, say):
-    """Throughput against `standard` as models get deeper."""
-    say("\nthroughput by number of layers, full and block")
+    """Throughput against `standard` as models get deeper; the batch shrinks, or the deepest would take too long."""
+    say("\nthroughput by number of layers\n  layers  tokens  attnres  attnres_block")
     out = {}
     for n_layer in (12, 24) if device.type == "cuda" else (6, 12, 24, 48):
-        make = functools.partial(trainer, device, autocast, max(1, batch * 6 // n_layer), seq_len, **shape)
+        sequences = max(1, batch * 6 // n_layer)
+        make = functools.partial(trainer, device, autocast, sequences, seq_len, **shape)
         modes = "standard", "attnres", "attnres_block"
         times = clock.rounds({m: make(mode=m, n_layer=n_layer)[2] for m in modes}, 10)
         out[n_layer] = [round(ratio(times, m), 4) for m in modes[1:]]
-        say(f"  {n_layer:3d} {out[n_layer][0]:8.3f} {out[n_layer][1]:8.3f}")
+        say(f"  {n_layer:6d} {sequences * seq_len:7d} {out[n_layer][0]:8.3f} {out[n_layer][1]:8.3f}")
     return out
 
 
@@ -1253,6 +1250,8 @@ def main(argv):
     unknown = set(argv) - {"--quick", "--json", "--model"}
     if unknown:
         sys.exit(f"kernels.py knows --quick, --json and --model, not {' '.join(sorted(unknown))}")
+    if {"--quick", "--model"} <= set(argv):
+        sys.exit("kernels.py: --quick has no effect with --model, which measures nothing")
     say = (lambda line: None) if "--json" in argv else functools.partial(print, flush=True)
     if "--model" not in argv:
         found = benchmark("--quick" in argv, say)

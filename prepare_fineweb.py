@@ -432,8 +432,8 @@ def open_text(path):
 class ZstdFile(io.RawIOBase):
     """Decompressed stream of a .zst file. The library's own reader takes a file that is cut short for a whole one."""
 
-    def __init__(self, raw, library):
-        self.raw, self.library, self.frame, self.left, self.out = raw, library, None, b"", b""
+    def __init__(self, raw, codec):
+        self.raw, self.codec, self.frame, self.left, self.out = raw, codec, None, b"", b""
 
     def readable(self):
         return True
@@ -445,7 +445,7 @@ class ZstdFile(io.RawIOBase):
                 return 0
             if not data:
                 raise EOFError("it ends in the middle of a frame")
-            self.frame = self.frame or self.library.ZstdDecompressor().decompressobj()
+            self.frame = self.frame or self.codec.ZstdDecompressor().decompressobj()
             self.out, self.left = self.frame.decompress(data), b""
             if self.frame.eof:
                 self.left, self.frame = self.frame.unused_data, None

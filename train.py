@@ -638,6 +638,14 @@ def lock_run_folder(t):
         raise UserError(f"cannot write to the run folder {out} ({e.strerror or e}): choose another --out_dir") from None
 
 
+def commit():
+    """Of the code that runs, as git names it; `unknown` where there is no git, or no repository."""
+    if not shutil.which("git"):
+        return "unknown"
+    command = ["git", "-C", Path(__file__).resolve().parent, "describe", "--always", "--dirty"]
+    return subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace").stdout.strip() or "unknown"
+
+
 def describe_run(cfg, t):
     """Configuration, source files and, for each start, command and environment: the folder explains itself."""
     out, here = Path(t.out_dir), Path(__file__).resolve().parent
@@ -648,13 +656,8 @@ def describe_run(cfg, t):
         (out / "source").mkdir(exist_ok=True)
         for path in (p for p in here.glob("*.py") if p.is_file() and here != (out / "source").resolve()):
             shutil.copy(path, out / "source")
-        commit = "unknown"
-        if shutil.which("git"):
-            command = ["git", "-C", here, "describe", "--always", "--dirty"]
-            told = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
-            commit = told.stdout.strip() or commit
         with open(out / "environment.txt", "a", encoding="utf-8") as f:
-            f.write(f"command: {shlex.join(sys.argv)}\ncommit: {commit}\n"
+            f.write(f"command: {shlex.join(sys.argv)}\ncommit: {commit()}\n"
                     f"python: {sys.version}\ntorch: {torch.__version__}\n"
                     f"machine: {platform.platform()}, {os.cpu_count()} cores\n\n")
     except OSError as e:
@@ -689,7 +692,7 @@ def resume(cfg, t, model, optimizer, about_data, say):
             if state["step"].numel() != 1 or not state["exp_avg"].shape == state["exp_avg_sq"].shape == p.shape:
                 raise ValueError("state of another shape")
         torch.set_rng_state(saved["rng"])
-    except Exception as e:  # here too
+    except Exception as e:  # a damaged file can raise anything
         raise UserError(f"{path}: its optimizer state does not fit the model ({first_line(e)})") from None
     changed.pop("resume", None)
     news = f"; changed: {', '.join(changed.values())}" if changed else ""
