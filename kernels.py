@@ -476,8 +476,8 @@ def power_of_2(n):
 
 
 def n_warps(n_shared, G, D):
-    """Launch table, from the registers that ahead-of-time compilation shows: no spill, few reductions across warps."""
-    if n_shared > 6 or n_shared * D > 12_000:
+    """Launch table, from what ahead-of-time compilation shows: no spill, 128-bit loads, few reductions across warps."""
+    if n_shared * D > 10_000:
         return 8
     return 4 if n_shared > 2 else 1 if n_shared == 1 and G == 1 and D <= 1024 else 2
 

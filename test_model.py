@@ -1360,8 +1360,9 @@ def compile_ahead(cell):
 
 
 # registers seen at width 768 on sm_90, with one depth head and with eight
-REGISTERS = {"score": (128, 190), "mix 1": (70, 76), "mix 4": (56, 72), "own": (66, 48), "pull 1": (80, 72),
-             "pull 4": (120, 151), "keyed": (96, 96), "write": (32, 32), "unwrite": (48, 48)}
+REGISTERS = {"score": (128, 190), "mix 1": (70, 76), "mix 4": (56, 72), "mix 6": (95, 96), "own": (66, 48),
+             "pull 1": (80, 72), "pull 4": (120, 151), "pull 8": (232, 234), "keyed": (96, 96), "write": (32, 32),
+             "unwrite": (48, 48)}
 
 
 def check_compiled(wanted):
