@@ -405,10 +405,12 @@ T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Stude
 
 def parse_study(argv):
     p = Parser("eval.py study", allow_abbrev=False, description="Train every cell of modes x seeds that is not "
-               "finished yet, then compare all that are with `standard` in pairs.")
+               "finished yet, then compare all that are with one of them in pairs.")
     p.add_argument("config", help="training configuration; eval_at_tokens are the milestones")
     p.add_argument("--modes", default="", help="comma-separated, with knobs: rd,mhar:route_heads=4 (and standard)")
     p.add_argument("--seeds", default="1,2", help="comma-separated (default 1,2)")
+    p.add_argument("--base", default="standard", help="mode to compare with, spelled as in --modes (default standard; "
+                   "any other: the table is printed, no file written)")
     p.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each (default 2)")
     p.add_argument("--minutes", type=float, default=1e9, help="start no run after this time")
     p.add_argument("--runs", default="runs", help="where the run folders lie (default runs)")
@@ -418,7 +420,8 @@ def parse_study(argv):
                              ("jobs", args.jobs >= 1, "at least 1"), ("minutes", args.minutes >= 0, "at least 0")):
         if not fits:
             p.error(f"--{name}={getattr(args, name)}: must be {what}")
-    args.name, modes = Path(args.config).stem, dict.fromkeys(["standard", *filter(None, args.modes.split(","))])
+    args.name, modes = Path(args.config).stem, dict.fromkeys(
+        ["standard", args.base, *filter(None, args.modes.split(","))])
     args.cells = {(mode, int(seed)): None for seed in args.seeds.split(",") for mode in modes}
     for mode, seed in args.cells:
         name, *knobs = mode.split(":")
@@ -476,11 +479,15 @@ def study(args):
             for r in same:
                 r["speed"], r["kept"] = cost
             write_results(table, rows)
-    compare(args.name, rows, [key_of(args, cell) for cell in args.cells], Path(args.out))
-    if find_spec("matplotlib"):
-        draw_depth(args)
-    else:
-        print("no figures: pip install matplotlib")
+    text, table, at = compare(args, rows)
+    print(text)
+    if args.base == "standard":
+        (Path(args.out) / f"{args.name}.md").write_text(text, encoding="utf-8")
+        if find_spec("matplotlib"):
+            draw_study(args, table, at)
+            draw_depth(args)
+        else:
+            print("no figures: pip install matplotlib")
     if failed:
         raise UserError(f"{len(failed)} of {len(args.cells)} runs failed; see the .txt files in {args.runs}")
 
@@ -527,6 +534,8 @@ def result_of(args, cell):
 
 def cost_of(cfg, t):
     """(throughput of a forward and backward pass, bytes kept between them), relative to `standard`."""
+    if cfg.residual_mode == "standard":
+        return 1.0, 1.0
     from kernels import Clock, kept_bytes, ratio
     cfg.vocab_size = cfg.vocab_size or read_meta(t.data_dir)["vocab_size"]
     models = {"standard": GPT(dataclasses.replace(cfg, residual_mode="standard", **KNOBS)), "mode": GPT(cfg)}
@@ -561,50 +570,47 @@ def tokens_needed(base, loss):
     return x0 * (x1 / x0) ** ((y0 - loss) / (y0 - y1))
 
 
-def compare(name, rows, wanted, out):
-    """The table of a study as Markdown, printed and written, and its figures."""
-    runs = {}
+def compare(args, rows):
+    """-> (table as Markdown, its rows by mode, tokens at the evaluations) of all runs against those of args.base."""
+    runs, name = {}, args.base.replace(":", " ")
     for (study, mode, knobs, seed), row in rows.items():
-        if study == name:
+        if study == args.name:
             runs.setdefault(f"{mode} {knobs}".strip(), {})[seed] = row
-    for _, mode, knobs, _ in wanted:
-        runs.setdefault(f"{mode} {knobs}".strip(), {})
-    base = runs["standard"]
+    for mode, _ in args.cells:
+        runs.setdefault(mode.replace(":", " "), {})
+    base = runs[name]
     if not base:
-        raise UserError("no run of standard is finished, so there is nothing to compare with")
+        raise UserError(f"no run of {name} is finished, so there is nothing to compare with")
     first = next(iter(base.values()))
     at = [int(x) for x in first["tokens"].split()]
     curve = list(zip(at, (mean(y) for y in zip(*map(losses, base.values())))))
     lines = [f"| mode | added | loss | {' | '.join(f'Δ at {x / 1e6:.2f}M' for x in at)} | 95 % interval | pairs won | "
-             "tokens needed by `standard` | tokens/s | kept for backward |", "|---" * (len(at) + 8) + "|"]
+             f"tokens needed by `{name}` | tokens/s | kept for backward |", "|---" * (len(at) + 8) + "|"]
     table = {}
     for mode, mine in runs.items():
         if set(mine) & set(base):
             table[mode] = dict(found=paired(mine, base), rows=mine, loss=mean(losses(r)[-1] for r in mine.values()),
                                speed=mean(float(r["speed"]) for r in mine.values()))
-    table = dict(sorted(table.items(), key=lambda t: (t[0] != "standard", t[1]["found"][-1][0])))
+    table = dict(sorted(table.items(), key=lambda t: (t[0] != name, t[1]["found"][-1][0])))
     for mode, t in table.items():
         row, loss, found = next(iter(t["rows"].values())), t["loss"], t["found"]
         delta, error, width, won, n = found[-1]
-        if mode == "standard":
-            lines.append(f"| `standard` | 0 | {loss:.4f} |" + " |" * (len(at) + 2) + " 1 × | 1 × | 1 × |")
+        if mode == name:
+            lines.append(f"| `{mode}` | {int(row['added']):,} | {loss:.4f} |" + " |" * (len(at) + 2) +
+                         f" 1 × | {t['speed']:.2f} × | {float(row['kept']):.2f} × |")
             continue
         needed = tokens_needed(curve, curve[-1][1] + delta) / at[-1]
         lines.append(f"| `{mode}` | {int(row['added']):,} | {loss:.4f} | " + " | ".join(f"{f[0]:+.4f}" for f in found) +
                      f" | {delta - width:+.4f} to {delta + width:+.4f} | {won}/{n} | {needed:.2f} × | "
-                     f"{table[mode]['speed']:.2f} × | {float(row['kept']):.2f} × |"
+                     f"{t['speed']:.2f} × | {float(row['kept']):.2f} × |"
                      .replace("+nan to +nan", "one pair"))
     lines += [f"| `{mode}` |" + " not run |" * (len(at) + 7) for mode in runs if mode not in table]
     spread = statistics.stdev(losses(r)[-1] for r in base.values()) if len(base) > 1 else math.nan
-    lines += ["", f"The final loss of `standard` has a standard deviation of {spread:.4f} over its {len(base)} seeds."]
-    text = "\n".join(lines) + "\n"
-    (out / f"{name}.md").write_text(text, encoding="utf-8")
-    print(text)
-    if find_spec("matplotlib"):
-        draw_study(name, table, at, out)
+    lines += ["", f"The final loss of `{name}` has a standard deviation of {spread:.4f} over its {len(base)} seeds."]
+    return "\n".join(lines) + "\n", table, at
 
 
-def draw_study(name, table, at, out):
+def draw_study(args, table, at):
     import matplotlib
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
@@ -612,7 +618,7 @@ def draw_study(name, table, at, out):
 
     def save(figure, what):
         figure.tight_layout()
-        figure.savefig(out / f"{name}_{what}.png", dpi=100)
+        figure.savefig(Path(args.out) / f"{args.name}_{what}.png", dpi=100)
         plt.close(figure)
     fig, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
     for mode, t in table.items():
