@@ -85,31 +85,46 @@ def load_model(run, device, dtype):
     return model.eval(), saved, path
 
 
+def open_split(args, model, saved):
+    """(the split's tokens, meta.json or None) of the folder that args name or the run was trained on."""
+    meta = read_meta(args.data_dir)
+    if meta:
+        check_tokenizer(args, saved, meta["tokenizer"])
+    return Tokens(args.data_dir, args.split, model.cfg.seq_len, model.cfg.vocab_size), meta
+
+
+def check_tokenizer(args, saved, name):
+    """Ids of another tokenizer mean other text, even where the vocabularies have one size."""
+    trained = saved["data"].get("tokenizer")  # empty: shards that came without meta.json
+    if trained and trained != name:
+        raise UserError(f"{args.data_dir} is of the tokenizer {name}, but {args.run} was trained on {trained}: give a "
+                        "folder prepared with that one to --data_dir")
+
+
 def measure(args, model, saved, device, dtype, rank, world):
     """Loss on a whole split as a dictionary; the same on every rank."""
-    data_dir = args.data_dir or saved["config"]["data_dir"]
-    meta, cfg = read_meta(data_dir), model.cfg
-    data = Tokens(data_dir, args.split, cfg.seq_len, cfg.vocab_size)
+    data, meta = open_split(args, model, saved)
 
     def show(part):
         if sys.stderr.isatty() and rank == 0:
             print(f"\r{100 * part:3.0f} %\033[K\r", end="", file=sys.stderr, flush=True)
     nll, count = evaluate(model, data, args.batch, device, dtype, None, rank, world, show)
     text_bytes = meta["splits"][args.split]["text_bytes"] if meta else None  # the first token is never text
-    return {"run": args.run, "mode": cfg.residual_mode, "step": saved["step"], "data_dir": data_dir,
+    return {"run": args.run, "mode": model.cfg.residual_mode, "step": saved["step"], "data_dir": args.data_dir,
             "split": args.split, "tokens": count, "loss": nll, "perplexity": math.exp(min(nll, 700)),
             "bits_per_byte": nll * count / math.log(2) / text_bytes if text_bytes else None}
 
 
 def sample(args, model, saved, device, dtype):
     """Continuations of the prompt as a list of texts. The tokenizer is the one beside the data: no network needed."""
-    path = Path(args.data_dir or saved["config"]["data_dir"]) / "tokenizer.json"
-    if not path.exists() and saved["data"]["tokenizer"] != "bytes":
+    path = Path(args.data_dir) / "tokenizer.json"
+    if not path.exists() and saved["data"].get("tokenizer") != "bytes":
         raise UserError(f"{path} is missing, so --prompt cannot be encoded: give the data's folder with --data_dir")
     encoding = get_encoding(str(path) if path.exists() else "bytes")
     if encoding.n_vocab > model.cfg.vocab_size:
         raise UserError(f"{path} has a vocabulary of {encoding.n_vocab}, more than the model's {model.cfg.vocab_size}: "
                         "give the folder of the data it was trained on with --data_dir")
+    check_tokenizer(args, saved, encoding.name)
     ids = [encoding.eot_token, *encoding.encode_ordinary(args.prompt)]
     torch.manual_seed(args.seed)
     with autocast(device, dtype):
@@ -130,6 +145,7 @@ def run(args):
     dtype, _ = choose_dtype(args.dtype, device)
     rank, world = start_processes(device)
     model, saved, path = load_model(args.run, device, dtype)
+    args.data_dir = args.data_dir or saved["config"]["data_dir"]
     if args.prompt is not None:
         texts = sample(args, model, saved, device, dtype)
         if rank == 0:
@@ -266,7 +282,7 @@ def report_routing(args, model, saved, device, dtype):
     """Print the routing statistics and, where matplotlib is installed, draw them."""
     if not hasattr(model.residual, "query"):
         raise UserError(f"residual_mode={model.cfg.residual_mode} has no routes to report")
-    data = Tokens(args.data_dir or saved["config"]["data_dir"], args.split, model.cfg.seq_len, model.cfg.vocab_size)
+    data, _ = open_split(args, model, saved)
     rows = data.rows(range(min(args.windows, data.windows)))
     routes = measure_routing(model, rows, args.batch, device, dtype)
     result = dict(run=args.run, mode=model.cfg.residual_mode, step=saved["step"], tokens=rows[:, 1:].size,

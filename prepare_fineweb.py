@@ -609,12 +609,13 @@ def get_encoding(name):
             return tiktoken.Encoding(saved["name"], pat_str=saved["pat_str"], mergeable_ranks=ranks,
                                      special_tokens=special)
         if os.path.exists(name):
-            lines = (line.split() for line in Path(name).read_bytes().splitlines() if line.strip())
+            content = Path(name).read_bytes()
+            lines = (line.split() for line in content.splitlines() if line.strip())
             ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
             special = {END_OF_TEXT: max(ranks.values(), default=0) + 1}
             check_ranks(ranks, special)
-            return tiktoken.Encoding(Path(name).stem, pat_str=public.r50k_pat_str, mergeable_ranks=ranks,
-                                     special_tokens=special)
+            return tiktoken.Encoding(f"{Path(name).stem}-{zlib.crc32(content):08x}", pat_str=public.r50k_pat_str,
+                                     mergeable_ranks=ranks, special_tokens=special)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as e:
         raise UserError(f"--tokenizer={name}: not a usable rank file ({type(e).__name__}: {first_line(e)})") from None
     if name not in tiktoken.list_encoding_names():
@@ -790,6 +791,9 @@ def fill(args):
     names = "source config revision format text_key tokenizer shard_tokens val_tokens test_tokens max_tokens holdout"
     settings = {name: getattr(args, name) for name in names.split()}
     old = read_state(out, settings)
+    if old and os.path.exists(args.tokenizer) and get_encoding(args.tokenizer).name != old.get("tokenizer"):
+        raise UserError(f"{out} was prepared with another content of --tokenizer={args.tokenizer}: delete it or use "
+                        "another --out")
     if old and hub and "end_of_text" in old:
         return complete(out)
     source = find_source(args, old and old["hub"])
@@ -808,8 +812,8 @@ def fill(args):
         return complete(out)
     encoder = get_encoding(args.tokenizer)
     dtype = FORMATS[20240520, 1] if encoder.n_vocab <= 2**16 else FORMATS[20240801, 7]
-    state = old or dict(settings=settings, hub=source.hub, files=len(source.files), position=[0, 0], skipped=0,
-                        skipped_first=[], splits={})
+    state = old or dict(settings=settings, tokenizer=encoder.name, hub=source.hub, files=len(source.files),
+                        position=[0, 0], skipped=0, skipped_first=[], splits={})
     limits = dict(train=args.max_tokens or None, val=args.val_tokens, test=args.test_tokens)
     writers = [Writer(out, f"{source.stem}_{s}", limits[s], args.shard_tokens, dtype, state["splits"].get(s))
                for s in SPLITS]
@@ -863,7 +867,7 @@ def fill(args):
     save()
     save_encoding(encoder, out / "tokenizer.json")
     meta = {k: state[k] for k in ("settings", "hub", "files", "position", "input", "skipped", "skipped_first")} | dict(
-        source=args.source, tokenizer=args.tokenizer, vocab_size=encoder.n_vocab, end_of_text=encoder.eot_token,
+        source=args.source, tokenizer=encoder.name, vocab_size=encoder.n_vocab, end_of_text=encoder.eot_token,
         splits={s: {k: w.state[k] for k in ("tokens", "documents", "text_bytes", "dropped", "shards")}
                 for s, w in zip(SPLITS, writers)})
     write_json(out / "meta.json", meta)

@@ -1881,6 +1881,10 @@ def test_rank_files(tmp_path):
     text = encoding.decode(ids).split("<|endoftext|>")
     assert text[0] == "" and set(text[1:]) < set(texts) and len(text) - 1 == meta["splits"]["val"]["documents"]
     assert ids == [i for t in text[1:] for i in [265, *encoding.encode_ordinary(t)]] and 261 in ids
+    again = [tmp_path / "docs.jsonl", tmp_path / "out", f"--tokenizer={ranks}", "--holdout=10"]
+    ranks.write_bytes(ranks.read_bytes().replace(b"dGhl ", b"dGhp "))  # the same number of tokens, one of them another
+    with pytest.raises(UserError, match="was prepared with another content of --tokenizer"):
+        prepare(*again)
     for content in (b"", b"no ranks here\n", b"dGg= x\n", ranks.read_bytes() + b"dGhl 3\n", ranks.read_bytes()[40:]):
         (tmp_path / "bad").write_bytes(content)
         with pytest.raises(UserError, match="not a usable rank file"):
@@ -2130,7 +2134,7 @@ PAPER_SHAPES = {  # config -> the paper's vocabulary, parameters in millions (sp
 
 
 def test_configurations_have_the_papers_shapes():
-    assert {p.stem for p in HERE.glob("configs/*.toml")} == {*PAPER_SHAPES, "tiny", "study"}
+    assert {p.stem for p in HERE.glob("configs/*.toml")} == {*PAPER_SHAPES, "tiny", "study", "study_half"}
     for name, (vocabulary, millions, spread) in PAPER_SHAPES.items():
         path = HERE / "configs" / f"{name}.toml"
         cfg, t = train.load_config([str(path)])
@@ -2195,8 +2199,10 @@ def test_log_has_what_it_promises(data, tmp_path, capsys):
     assert (tmp_path / "a/source/model.py").read_text() == (HERE / "model.py").read_text()
 
 
-def test_loss_and_data_do_not_depend_on_micro_batches(data, tmp_path):
-    runs = [run_training(data, tmp_path / str(n), micro_batch=n, residual_mode="attnres") for n in (1, 2, 4, 8)]
+@pytest.mark.parametrize("mode", MODES)
+def test_loss_and_data_do_not_depend_on_micro_batches(mode, data, tmp_path):
+    runs = [run_training(data, tmp_path / str(n), micro_batch=n, residual_mode=mode, max_steps=4)
+            for n in ((1, 2, 4, 8) if mode == "attnres" else (1, 8))]
     for rows in runs[1:]:
         assert [r["crc"] for r in rows] == [r["crc"] for r in runs[0]]
         for a, b in zip(rows, runs[0]):
@@ -2232,7 +2238,7 @@ def test_two_processes_give_the_numbers_of_one(data, tmp_path):
         assert len(one) == len(two) == 20
         for a, b in zip(one, two):
             assert a["crc"] == b["crc"]
-            for key in ("loss", "val_loss"):
+            for key in ("loss", "grad_norm", "val_loss"):
                 assert a[key] == b[key] == "" or abs(float(a[key]) - float(b[key])) < tolerance[dtype], (mode, dtype)
 
 
@@ -2542,8 +2548,14 @@ def test_a_study_trains_what_is_missing_and_compares(data, tmp_path, capsys):
     assert [(r["mode"], r["knobs"], r["seed"]) for r in rows] == [
         ("rd", "", "1"), ("rd", "", "2"), ("standard", "", "1"), ("standard", "", "2")]
     assert all(r["tokens"] == "512 1536" and len(r["loss"].split()) == 2 for r in rows)
-    assert rows[2]["kept"] == "1.0" and float(rows[0]["kept"]) > 1 and float(rows[0]["speed"]) > 0
-    figures = {p.name for p in (tmp_path / "out").glob("*.png")}
+    assert rows[2]["speed"] == rows[2]["kept"] == "1.0" and float(rows[0]["kept"]) > 1 and float(rows[0]["speed"]) > 0
+    out = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
+    other = study("--base=rd", "--minutes=0")
+    base, mine = (re.search(rf"\| `{mode}` \|.*", other)[0].split(" | ") for mode in ("rd", "standard"))
+    delta = float(re.search(r"\| `rd` \|.*", again)[0].split(" | ")[4])
+    assert float(mine[4]) == -delta and "needed by `rd`" in other
+    assert out == {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}  # printed only
+    figures = {name for name in out if name.endswith(".png")}
     assert figures == {f"small_{x}.png" for x in ("loss", "difference", "speed", "depth")}
     for argv, message in ((["--seeds=9", "--minutes=0", f"--out={tmp_path / 'new'}"], "no run of standard is finished"),
                           (["--modes=attnress"], "did you mean attnres?"), (["--seeds=one"], "--seeds=one"),
@@ -3015,6 +3027,20 @@ def test_ids_without_a_token_are_shown_and_padding_is_never_sampled(data, tmp_pa
     with pytest.raises(SystemExit):
         evaluation.main([str(tmp_path / "a"), "--prompt=x", f"--data_dir={tmp_path}", "--device=cpu"])
     assert "tokenizer.json has a vocabulary of 402, more than the model's 257" in capsys.readouterr().err
+
+
+def test_data_of_another_tokenizer_is_refused(data, tmp_path, capsys):
+    """Also where its vocabulary has the size of the model's, so that every id is legal."""
+    run_training(data, tmp_path / "a", max_steps=1, residual_mode="attnres")
+    ranks = tmp_path / "same.tiktoken"
+    ranks.write_bytes(b"".join(write_ranks(ranks).read_bytes().splitlines(keepends=True)[:256]))
+    texts = write_corpus(tmp_path, ".jsonl", corpus())
+    meta = prepare(texts, tmp_path / "other", f"--tokenizer={ranks}", "--holdout=10")
+    assert meta["vocab_size"] == 257
+    for task in ([], ["--routing"], ["--prompt=x"]):
+        with pytest.raises(SystemExit):
+            evaluation.main([str(tmp_path / "a"), f"--data_dir={tmp_path / 'other'}", "--device=cpu", *task])
+        assert f"is of the tokenizer {meta['tokenizer']}, but" in capsys.readouterr().err
 
 
 def test_a_worker_that_dies_is_said_and_idle_workers_do_no_harm(tmp_path):
