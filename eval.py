@@ -638,11 +638,15 @@ def draw_study(args, table, at):
         plt.close(figure)
     fig, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
     for mode, t in table.items():
-        style = dict(marker="o", ms=3, color=colours[mode], label=mode)
+        style = dict(marker="ovs^D<P>X*"[len(left.lines) % 10], ms=4, color=colours[mode], label=mode)
         left.plot(at, [mean(y) for y in zip(*map(losses, t["rows"].values()))], **style)
         right.plot(at, [f[0] for f in t["found"]], **style)
-    left.set(xscale="log", xlabel="training tokens", ylabel="validation loss (nats per token)", title="mean over seeds")
-    right.set(xscale="log", xlabel="training tokens", ylabel="loss minus that of standard", title="mean over pairs")
+    left.set(ylabel="validation loss (nats per token)", title="loss, mean over seeds")
+    right.set(ylabel="loss minus that of standard (nats)", title="difference to standard, mean over pairs")
+    for ax in (left, right):
+        ax.set(xscale="log", xlabel="training tokens")
+        ax.set_xticks(at, [f"{x / 1e6:.2f}M" for x in at])
+        ax.minorticks_off()
     left.legend(fontsize=7)
     save(fig, "loss")
 
@@ -654,6 +658,7 @@ def draw_study(args, table, at):
     won = {m: table[m]["found"][-1][3:] for m in others}
     ax.set_yticks(range(len(others)), [f"{m}  ({won[m][0]} of {won[m][1]} won)" for m in others])
     ax.axvline(0, color="k", lw=0.8)
+    ax.locator_params(axis="x", nbins=6)
     ax.set_xlabel("final loss minus that of standard (nats per token)\n95 % interval; left is better")
     save(fig, "difference")
 
@@ -661,7 +666,9 @@ def draw_study(args, table, at):
     for mode, t in table.items():
         ax.plot(t["speed"], t["loss"], "o", color=colours[mode])
         ax.annotate(mode, (t["speed"], t["loss"]), fontsize=7, xytext=(4, 3), textcoords="offset points")
-    ax.set(xlabel="tokens per second, relative to `standard`", ylabel="final validation loss", title="speed and loss")
+    ax.margins(0.2, 0.1)
+    ax.set(xlabel="tokens per second, relative to standard", ylabel="final validation loss (nats per token)",
+           title="speed and loss: right and low is better")
     save(fig, "speed")
 
 
@@ -682,7 +689,8 @@ def draw_depth(args):
         data = Tokens(saved["config"]["data_dir"], "val", model.cfg.seq_len, model.cfg.vocab_size)
         routes = measure_routing(model, data.rows(range(min(32, data.windows))), 8, device, dtype)
         first = [r for r in routes if "_" not in r["route"]]
-        middle.plot([r["site"] for r in first], [r["max"] for r in first], ".-", label=mode)
+        if mode != "rd" and model.residual.route_heads == 1:  # those are drawn for attnres_block and attnres
+            middle.plot([r["site"] for r in first], [r["max"] for r in first], ".-", label=mode)
         if mode == "rd":
             part = [r for r in first if "roles" in r]
             right.plot([r["site"] for r in part], [r["roles"] for r in part], "o-", label="trained queries")
@@ -693,17 +701,19 @@ def draw_depth(args):
         return plt.close(fig)
     mode, first = next((s for s in shown if s[0] == "attnres"), shown[0])
     names = first[-1]["sources"] if first[-1]["place"] == "head" else max((r["sources"] for r in first), key=len)
-    table = [r["weights"] + [math.nan] * (len(names) - len(r["weights"])) for r in first]
-    image = left.imshow(table, aspect="auto", vmin=0)
+    table = [[w * len(r["weights"]) for w in r["weights"]] + [math.nan] * (len(names) - len(r["sources"]))
+             for r in first]
+    image = left.imshow(table, aspect="auto", vmin=0, vmax=2, cmap="RdBu_r")
     left.set_xticks(range(len(names)), names, rotation=90, fontsize=6)
     left.set_yticks(range(len(first)), [r["place"] for r in first], fontsize=6)
     left.set(xlabel="source", ylabel="site that reads", title=f"depth weights of {mode}")
-    fig.colorbar(image, ax=left, label="mean weight")
-    middle.set(xlabel="site (sublayer that reads)", ylabel="largest weight, mean over tokens", ylim=(0, 1))
-    middle.legend(fontsize=7)
-    right.set(xlabel="site (sublayer that reads)", ylabel="divergence of the QK and V routes of rd (nats)",
-              ylim=(0, None))
-    right.legend(fontsize=8)
+    fig.colorbar(image, ax=left, label="mean weight x number of sources (1: as in standard)", extend="max")
+    middle.set(xlabel="site (sublayer that reads)", ylabel="largest weight, mean over tokens", ylim=(0, 1),
+               title="how sharply a site reads")
+    right.set(xlabel="site (sublayer that reads)", ylabel="Jensen-Shannon divergence (nats)", ylim=(0, None),
+              title="rd: how far apart the routes of QK and V are")
+    for ax in (ax for ax in (middle, right) if ax.get_legend_handles_labels()[1]):
+        ax.legend(fontsize=8)
     fig.tight_layout()
     fig.savefig(Path(args.out) / f"{args.name}_depth.png", dpi=100)
     return plt.close(fig)

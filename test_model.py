@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -2583,9 +2584,13 @@ def test_readme_tells_the_truth():
         added = row.added.replace("*", "·")
         expected = f"| `{name}` | {row.reads} | {row.stores} | {added} | {row.paper} | `{row.cls.__name__}` |"
         assert expected in readme, f"README's table of modes needs this row: {expected}"
-    for line in readme.splitlines():  # every train command parses
-        if line.strip().startswith(("python train.py", "torchrun")) and "train.py" in line:
-            train.load_config(line.split("#")[0].split("train.py")[1].split())
+    parsers = {"train.py": train.load_config, "eval.py study": evaluation.parse_study, "eval.py": evaluation.parse_args,
+               "prepare_fineweb.py": prepare_fineweb.parse_args}
+    blocks = "".join(re.findall(r"```bash\n(.*?)```", readme, re.S))
+    commands = re.findall(r"(?:python|torchrun [^&\n]*?) (\w+\.py(?: study)?)(.*)", blocks)
+    assert len(commands) > 12 and {script for script, _ in commands} == {*parsers}
+    for script, argv in commands:  # every command parses
+        parsers[script](shlex.split(argv, comments=True))
 
 
 def test_the_example_of_a_new_mode(monkeypatch):

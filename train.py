@@ -639,11 +639,15 @@ def lock_run_folder(t):
 
 
 def commit():
-    """Of the code that runs, as git names it; `unknown` where there is no git, or no repository."""
-    if not shutil.which("git"):
+    """Of the code that runs, as git names it, -dirty if it has been changed; `unknown` without git or a repository."""
+    def git(*args):
+        return subprocess.run(["git", "-C", Path(__file__).resolve().parent, *args], capture_output=True,
+                              encoding="utf-8", errors="replace")
+    name = git("describe", "--always").stdout.strip() if shutil.which("git") else ""
+    if not name:
         return "unknown"
-    command = ["git", "-C", Path(__file__).resolve().parent, "describe", "--always", "--dirty"]
-    return subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace").stdout.strip() or "unknown"
+    changed = git("diff", "--quiet", "HEAD", "--", "*.py").returncode == 1  # not by the results of a study
+    return name + "-dirty" * changed
 
 
 def describe_run(cfg, t):
