@@ -597,6 +597,10 @@ def compare(args, rows):
     base = runs[name]
     if not base:
         raise UserError(f"no run of {name} is finished, so there is nothing to compare with")
+    spread = statistics.stdev(losses(r)[-1] for r in base.values()) if len(base) > 1 else math.nan
+    noise = f"The final loss of `{name}` has a standard deviation of {spread:.4f} over its {len(base)} seeds."
+    shared = {seed for mode in runs if mode != name for seed in runs[mode]}
+    runs[name] = base = {seed: r for seed, r in base.items() if seed in shared} or base  # further ones: only for noise
     first = next(iter(base.values()))
     at = [int(x) for x in first["tokens"].split()]
     curve = list(zip(at, (mean(y) for y in zip(*map(losses, base.values())))))
@@ -621,9 +625,7 @@ def compare(args, rows):
                      f"{t['speed']:.2f} × | {float(row['kept']):.2f} × |"
                      .replace("+nan to +nan", "one pair"))
     lines += [f"| `{mode}` |" + " not run |" * (len(at) + 7) for mode in runs if mode not in table]
-    spread = statistics.stdev(losses(r)[-1] for r in base.values()) if len(base) > 1 else math.nan
-    lines += ["", f"The final loss of `{name}` has a standard deviation of {spread:.4f} over its {len(base)} seeds."]
-    return "\n".join(lines) + "\n", table, at
+    return "\n".join([*lines, "", noise]) + "\n", table, at
 
 
 def draw_study(args, table, at):
@@ -642,7 +644,7 @@ def draw_study(args, table, at):
         left.plot(at, [mean(y) for y in zip(*map(losses, t["rows"].values()))], **style)
         right.plot(at, [f[0] for f in t["found"]], **style)
     left.set(ylabel="validation loss (nats per token)", title="loss, mean over seeds")
-    right.set(ylabel="loss minus that of standard (nats)", title="difference to standard, mean over pairs")
+    right.set(ylabel="loss minus that of standard (nats)", title="difference from standard, mean over pairs")
     for ax in (left, right):
         ax.set(xscale="log", xlabel="training tokens")
         ax.set_xticks(at, [f"{x / 1e6:.2f}M" for x in at])
@@ -667,8 +669,8 @@ def draw_study(args, table, at):
         ax.plot(t["speed"], t["loss"], "o", color=colours[mode])
         ax.annotate(mode, (t["speed"], t["loss"]), fontsize=7, xytext=(4, 3), textcoords="offset points")
     ax.margins(0.2, 0.1)
-    ax.set(xlabel="tokens per second, relative to standard", ylabel="final validation loss (nats per token)",
-           title="speed and loss: right and low is better")
+    ax.set(xlabel="tokens per second on this machine, relative to standard", title="right and low is better",
+           ylabel="final validation loss (nats per token)")
     save(fig, "speed")
 
 
@@ -690,7 +692,8 @@ def draw_depth(args):
         routes = measure_routing(model, data.rows(range(min(32, data.windows))), 8, device, dtype)
         first = [r for r in routes if "_" not in r["route"]]
         if mode != "rd" and model.residual.route_heads == 1:  # those are drawn for attnres_block and attnres
-            middle.plot([r["site"] for r in first], [r["max"] for r in first], ".-", label=mode)
+            line, = middle.plot([r["site"] for r in first], [r["max"] for r in first], ".-", label=mode)
+            middle.plot([r["site"] for r in first], [1 / len(r["sources"]) for r in first], ":", color=line.get_color())
         if mode == "rd":
             part = [r for r in first if "roles" in r]
             right.plot([r["site"] for r in part], [r["roles"] for r in part], "o-", label="trained queries")

@@ -2558,6 +2558,9 @@ def test_a_study_trains_what_is_missing_and_compares(data, tmp_path, capsys):
     assert out == {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}  # printed only
     figures = {name for name in out if name.endswith(".png")}
     assert figures == {f"small_{x}.png" for x in ("loss", "difference", "speed", "depth")}
+    more = study("--seeds=3")  # further seeds of the base tell the noise and leave the pairs alone
+    assert "over its 2 seeds" in again and "over its 3 seeds" in more
+    assert re.findall(r"\| `(?:rd|standard)` .*", more) == re.findall(r"\| `(?:rd|standard)` .*", again)
     for argv, message in ((["--seeds=9", "--minutes=0", f"--out={tmp_path / 'new'}"], "no run of standard is finished"),
                           (["--modes=attnress"], "did you mean attnres?"), (["--seeds=one"], "--seeds=one"),
                           (["--jobs=0"], "--jobs=0: must be at least 1")):
