@@ -661,7 +661,7 @@ def draw_study(args, table, at):
     ax.set_yticks(range(len(others)), [f"{m}  ({won[m][0]} of {won[m][1]} won)" for m in others])
     ax.axvline(0, color="k", lw=0.8)
     ax.locator_params(axis="x", nbins=6)
-    ax.set_xlabel("final loss minus that of standard (nats per token)\n95 % interval; left is better")
+    ax.set_xlabel("final loss minus that of standard (nats)\n95 % interval; left is better")
     save(fig, "difference")
 
     fig, ax = plt.subplots(figsize=(6, 4))

@@ -2596,6 +2596,29 @@ def test_readme_tells_the_truth():
         parsers[script](shlex.split(argv, comments=True))
 
 
+def test_readme_shows_the_results_as_they_are():
+    """Its tables follow from results/results.csv; a verdict is told where the interval excludes 0."""
+    readme = (HERE / "README.md").read_text(encoding="utf-8")
+    rows, runs = evaluation.read_results(HERE / "results/results.csv"), {}
+    for (study, mode, knobs, seed), row in rows.items():
+        runs.setdefault((study, f"{mode} {knobs}".strip()), {})[seed] = row
+    controls = (HERE / "results/study_half.md").read_text(encoding="utf-8")
+    for study, shown in (("study", readme), ("study_half", controls)):
+        table, _, _ = evaluation.compare(evaluation.parse_study([str(HERE / f"configs/{study}.toml")]), rows)
+        assert not [line for line in table.splitlines() if line not in shown]
+    claims = re.findall(r"\| `([^`]+)` against `([^`]+)`(, half budget)? \| (.*) \| (.*) \|", readme)
+    assert len(claims) > 9
+    for mine, base, half, *said in claims:
+        found = [runs.get(("study_half" if half else "study", name), {}) for name in (mine, base)]
+        expected = ["not run", "not run"]
+        if found := evaluation.paired(*found):
+            delta, _, width, won, n = found[-1]
+            low, high = delta - width, delta + width
+            expected = [f"{delta:+.3f} ({low:+.3f} to {high:+.3f}), {won}/{n} won",
+                        "agrees" if high < 0 else "disagrees" if low > 0 else "cannot tell"]
+        assert said == expected, (mine, base)
+
+
 def test_the_example_of_a_new_mode(monkeypatch):
     """README's example, exactly as it is printed, and the identity tests over it."""
     code, = re.findall(r"```python\n(class .*?)```", (HERE / "README.md").read_text(encoding="utf-8"), re.S)
