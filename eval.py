@@ -85,20 +85,26 @@ def load_model(run, device, dtype):
     return model.eval(), saved, path
 
 
+def data_folder(args, saved):
+    """Of the tokens: what args name, or what the run was trained on."""
+    return args.data_dir or saved["config"]["data_dir"]
+
+
 def open_split(args, model, saved):
-    """(the split's tokens, meta.json or None) of the folder that args name or the run was trained on."""
-    meta = read_meta(args.data_dir)
+    """(the split's tokens, meta.json or None)"""
+    folder = data_folder(args, saved)
+    meta = read_meta(folder)
     if meta:
         check_tokenizer(args, saved, meta["tokenizer"])
-    return Tokens(args.data_dir, args.split, model.cfg.seq_len, model.cfg.vocab_size), meta
+    return Tokens(folder, args.split, model.cfg.seq_len, model.cfg.vocab_size), meta
 
 
 def check_tokenizer(args, saved, name):
     """Ids of another tokenizer mean other text, even where the vocabularies have one size."""
     trained = saved["data"].get("tokenizer")  # empty: shards that came without meta.json
     if trained and trained != name:
-        raise UserError(f"{args.data_dir} is of the tokenizer {name}, but {args.run} was trained on {trained}: give a "
-                        "folder prepared with that one to --data_dir")
+        raise UserError(f"{data_folder(args, saved)} is of the tokenizer {name}, but {args.run} was trained on "
+                        f"{trained}: give a folder prepared with that one to --data_dir")
 
 
 def measure(args, model, saved, device, dtype, rank, world):
@@ -110,14 +116,15 @@ def measure(args, model, saved, device, dtype, rank, world):
             print(f"\r{100 * part:3.0f} %\033[K\r", end="", file=sys.stderr, flush=True)
     nll, count = evaluate(model, data, args.batch, device, dtype, None, rank, world, show)
     text_bytes = meta["splits"][args.split]["text_bytes"] if meta else None  # the first token is never text
-    return {"run": args.run, "mode": model.cfg.residual_mode, "step": saved["step"], "data_dir": args.data_dir,
-            "split": args.split, "tokens": count, "loss": nll, "perplexity": math.exp(min(nll, 700)),
+    return {"run": args.run, "mode": model.cfg.residual_mode, "step": saved["step"],
+            "data_dir": data_folder(args, saved), "split": args.split, "tokens": count, "loss": nll,
+            "perplexity": math.exp(min(nll, 700)),
             "bits_per_byte": nll * count / math.log(2) / text_bytes if text_bytes else None}
 
 
 def sample(args, model, saved, device, dtype):
     """Continuations of the prompt as a list of texts. The tokenizer is the one beside the data: no network needed."""
-    path = Path(args.data_dir) / "tokenizer.json"
+    path = Path(data_folder(args, saved)) / "tokenizer.json"
     if not path.exists() and saved["data"].get("tokenizer") != "bytes":
         raise UserError(f"{path} is missing, so --prompt cannot be encoded: give the data's folder with --data_dir")
     encoding = get_encoding(str(path) if path.exists() else "bytes")
@@ -145,7 +152,6 @@ def run(args):
     dtype, _ = choose_dtype(args.dtype, device)
     rank, world = start_processes(device)
     model, saved, path = load_model(args.run, device, dtype)
-    args.data_dir = args.data_dir or saved["config"]["data_dir"]
     if args.prompt is not None:
         texts = sample(args, model, saved, device, dtype)
         if rank == 0:
