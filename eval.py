@@ -610,8 +610,9 @@ def compare(args, rows):
     first = next(iter(base.values()))
     at = [int(x) for x in first["tokens"].split()]
     curve = list(zip(at, (mean(y) for y in zip(*map(losses, base.values())))))
-    lines = [f"| mode | added | loss | {' | '.join(f'Δ at {x / 1e6:.2f}M' for x in at)} | 95 % interval | pairs won | "
-             f"tokens needed by `{name}` | tokens/s | kept for backward |", "|---" * (len(at) + 8) + "|"]
+    lines = [f"| mode | added | loss | {' | '.join(f'Δ at {x / 1e6:.2f}M' for x in at)} | standard error | "
+             f"95 % interval | pairs won | tokens needed by `{name}` | tokens/s | kept for backward |",
+             "|---" * (len(at) + 9) + "|"]
     table = {}
     for mode, mine in runs.items():
         if set(mine) & set(base):
@@ -622,15 +623,15 @@ def compare(args, rows):
         row, loss, found = next(iter(t["rows"].values())), t["loss"], t["found"]
         delta, error, width, won, n = found[-1]
         if mode == name:
-            lines.append(f"| `{mode}` | {int(row['added']):,} | {loss:.4f} |" + " |" * (len(at) + 2) +
+            lines.append(f"| `{mode}` | {int(row['added']):,} | {loss:.4f} |" + " |" * (len(at) + 3) +
                          f" 1 × | {t['speed']:.2f} × | {float(row['kept']):.2f} × |")
             continue
         needed = tokens_needed(curve, curve[-1][1] + delta) / at[-1]
         lines.append(f"| `{mode}` | {int(row['added']):,} | {loss:.4f} | " + " | ".join(f"{f[0]:+.4f}" for f in found) +
-                     f" | {delta - width:+.4f} to {delta + width:+.4f} | {won}/{n} | {needed:.2f} × | "
+                     f" | {error:.4f} | {delta - width:+.4f} to {delta + width:+.4f} | {won}/{n} | {needed:.2f} × | "
                      f"{t['speed']:.2f} × | {float(row['kept']):.2f} × |"
-                     .replace("+nan to +nan", "one pair"))
-    lines += [f"| `{mode}` |" + " not run |" * (len(at) + 7) for mode in runs if mode not in table]
+                     .replace("nan | +nan to +nan", "| one pair"))
+    lines += [f"| `{mode}` |" + " not run |" * (len(at) + 8) for mode in runs if mode not in table]
     return "\n".join([*lines, "", noise]) + "\n", table, at
 
 
