@@ -527,6 +527,8 @@ def read_results(path):
             rows = {tuple(r[c] for c in ("study", "mode", "knobs", "seed")): r for r in csv.DictReader(f)}
         for r in rows.values():  # all that `compare` reads
             at = [int(x) for x in r["tokens"].split()]
+            if None in r or None in r.values():
+                raise ValueError(f"a row of seed {r['seed']} has not {len(STUDY_COLUMNS)} values")
             if not at or len(at) != len(losses(r)) or not all(map(math.isfinite, losses(r))):
                 raise ValueError(f"losses {r['loss']!r} at tokens {r['tokens']!r}")
             int(r["added"]), float(r["speed"] or 1), float(r["kept"] or 1)

@@ -3547,7 +3547,7 @@ class Fuzz:
 
     def results(self):
         """The table of a study: no row loses a number, or gets another kind of value."""
-        row = b"study,rd,,%d,768,65536 131072,2.54321 2.41234,0.81,1.25,abc\n"
+        row = b"study,rd,,%d,768,65536 131072,2.54321 2.41234,0.81,1.25,19fd5cb9,abc\n"
         raw = ",".join(evaluation.STUDY_COLUMNS).encode() + b"\n" + row % 1 + row % 2
         self.lay_out({"r.csv": damaged(self.rng, raw)})
         for r in evaluation.read_results(self.work / "r.csv").values():
