@@ -340,10 +340,15 @@ def print_routing(result):
             print(f"{r['place']:>8}  damage {r['damage']:8.4f} nats  rescue {gain}")
 
 
-def draw_routing(result, folder):
+def pyplot():
     import matplotlib
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
+    matplotlib.use("agg")  # files only, no screen needed
+    import matplotlib.pyplot
+    return matplotlib.pyplot
+
+
+def draw_routing(result, folder):
+    plt = pyplot()
     routes, title = result["routes"], f"{result['mode']}, step {result['step']}"
     kinds = {}  # role or history -> its routes
     for r in routes:
@@ -442,9 +447,8 @@ def parse_study(argv):
                              ("jobs", args.jobs >= 1, "at least 1"), ("minutes", args.minutes >= 0, "at least 0")):
         if not fits:
             p.error(f"--{name}={getattr(args, name)}: must be {what}")
-    args.name, modes = Path(args.config).stem, dict.fromkeys(
-        ["standard", args.base, *filter(None, args.modes.split(","))])
-    args.cells = {(mode, int(seed)): None for seed in args.seeds.split(",") for mode in modes}
+    args.name, modes = Path(args.config).stem, ["standard", args.base, *filter(None, args.modes.split(","))]
+    args.cells = {(mode, int(seed)): None for seed in args.seeds.split(",") for mode in modes}  # no cell twice
     for mode, seed in args.cells:
         name, *knobs = mode.split(":")
         out = Path(args.runs) / f"{args.name}-{'-'.join([name, *knobs]).replace('=', '-')}-seed{seed}"
@@ -526,9 +530,9 @@ def read_results(path):
         with open(path, newline="", encoding="utf-8") as f:
             rows = {tuple(r[c] for c in ("study", "mode", "knobs", "seed")): r for r in csv.DictReader(f)}
         for r in rows.values():  # all that `compare` reads
+            if set(r) != set(STUDY_COLUMNS) or None in r.values():
+                raise ValueError(f"its columns must be {', '.join(STUDY_COLUMNS)}, and all of them full")
             at = [int(x) for x in r["tokens"].split()]
-            if None in r or None in r.values():
-                raise ValueError(f"a row of seed {r['seed']} has not {len(STUDY_COLUMNS)} values")
             if not at or len(at) != len(losses(r)) or not all(map(math.isfinite, losses(r))):
                 raise ValueError(f"losses {r['loss']!r} at tokens {r['tokens']!r}")
             int(r["added"]), float(r["speed"] or 1), float(r["kept"] or 1)
@@ -608,7 +612,8 @@ def compare(args, rows):
     spread = statistics.stdev(losses(r)[-1] for r in base.values()) if len(base) > 1 else math.nan
     noise = f"The final loss of `{name}` has a standard deviation of {spread:.4f} over its {len(base)} seeds."
     shared = {seed for mode in runs if mode != name for seed in runs[mode]}
-    runs[name] = base = {seed: r for seed, r in base.items() if seed in shared} or base  # further ones: only for noise
+    base = {seed: r for seed, r in base.items() if seed in shared} or base  # further seeds tell the noise, no more
+    runs = {mode: {seed: r for seed, r in mine.items() if seed in base} for mode, mine in runs.items()}
     first = next(iter(base.values()))
     at = [int(x) for x in first["tokens"].split()]
     curve = list(zip(at, (mean(y) for y in zip(*map(losses, base.values())))))
@@ -617,7 +622,7 @@ def compare(args, rows):
              "|---" * (len(at) + 9) + "|"]
     table = {}
     for mode, mine in runs.items():
-        if set(mine) & set(base):
+        if mine:
             table[mode] = dict(found=paired(mine, base), rows=mine, loss=mean(losses(r)[-1] for r in mine.values()),
                                speed=mean(float(r["speed"]) for r in mine.values()))
     table = dict(sorted(table.items(), key=lambda t: (t[0] != name, t[1]["found"][-1][0])))
@@ -638,9 +643,7 @@ def compare(args, rows):
 
 
 def draw_study(args, table, at):
-    import matplotlib
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
+    plt = pyplot()
     colours = {mode: f"C{i}" if mode != "standard" else "k" for i, mode in enumerate(table)}
 
     def save(figure, what):
@@ -685,9 +688,7 @@ def draw_study(args, table, at):
 
 def draw_depth(args):
     """Where the trained models read: weights of one mode, largest weight by depth, divergence of roles; first seed."""
-    import matplotlib
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
+    plt = pyplot()
     fig, (left, middle, right) = plt.subplots(1, 3, figsize=(16, 4.6))
     device, dtype, shown = torch.device("cpu"), torch.float32, []
     for (mode, seed), flags in args.cells.items():

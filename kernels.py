@@ -49,7 +49,7 @@ try:
     import triton
     import triton.language as tl
     jit = triton.jit
-except ImportError:
+except ImportError:  # macOS; routing then runs on the PyTorch back end
     triton, jit = None, lambda function=None, **options: function or jit
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -527,7 +527,9 @@ class Triton:
     def pull(r, columns, t, reads, carries=None):
         (_, M, D), n, u, device = r.values.shape, len(columns), len(reads), r.values.device
         keyed = r.keys is not r.values
-        new = lambda *shape: torch.empty(shape, dtype=r.values.dtype, device=device)  # noqa: E731
+
+        def new(*shape):
+            return torch.empty(shape, dtype=r.values.dtype, device=device)
         dv, c = new(n, M, D), new(n, u, M, r.G)
         dk = new(n, M, D) if keyed else dv
         carry_v, carry_k = (carries[0] if carries else None) or (None, None)
@@ -589,7 +591,9 @@ class Route:
 
     def __init__(self, chain, values, keys, grads, share=None):
         (P, M, D), dtype, G = values.shape, at_least_fp32(values.dtype), chain.G
-        empty = lambda *shape: torch.empty(shape, dtype=dtype, device=values.device)  # noqa: E731
+
+        def empty(*shape):
+            return torch.empty(shape, dtype=dtype, device=values.device)
         self.values, self.keys, self.grads, self.share, self.G = values, keys, grads, share, G
         self.plane, self.cap, self.step, self.pairs = chain.plane, chain.cap, chain.step, chain.pairs
         self.offset = tuple(chain.offset)

@@ -354,7 +354,7 @@ def hub_source(repo, config, args, hub):
         for pause in (1, 2, 4, 0):  # what is there already of a cut download is kept
             try:
                 return huggingface_hub.hf_hub_download(repo, files[i][0], repo_type="dataset", revision=hub["revision"])
-            except Exception as e:
+            except Exception as e:  # as above; told once the last attempt has failed
                 error = first_line(e)
                 time.sleep(pause)
         raise UserError(f"cannot download {files[i][0]} of {repo} ({error}); the same command goes on")
@@ -790,10 +790,9 @@ def fill(args):
     # what decides the content of the shards: a folder holds one such set for its whole life
     names = "source config revision format text_key tokenizer shard_tokens val_tokens test_tokens max_tokens holdout"
     settings = {name: getattr(args, name) for name in names.split()}
+    if os.path.exists(args.tokenizer):  # what is in the file counts, not where it lies
+        settings["tokenizer"] = get_encoding(args.tokenizer).name
     old = read_state(out, settings)
-    if old and os.path.exists(args.tokenizer) and get_encoding(args.tokenizer).name != old.get("tokenizer"):
-        raise UserError(f"{out} was prepared with another content of --tokenizer={args.tokenizer}: delete it or use "
-                        "another --out")
     if old and hub and "end_of_text" in old:
         return complete(out)
     source = find_source(args, old and old["hub"])
@@ -812,8 +811,8 @@ def fill(args):
         return complete(out)
     encoder = get_encoding(args.tokenizer)
     dtype = FORMATS[20240520, 1] if encoder.n_vocab <= 2**16 else FORMATS[20240801, 7]
-    state = old or dict(settings=settings, tokenizer=encoder.name, hub=source.hub, files=len(source.files),
-                        position=[0, 0], skipped=0, skipped_first=[], splits={})
+    state = old or dict(settings=settings, hub=source.hub, files=len(source.files), position=[0, 0], skipped=0,
+                        skipped_first=[], splits={})
     limits = dict(train=args.max_tokens or None, val=args.val_tokens, test=args.test_tokens)
     writers = [Writer(out, f"{source.stem}_{s}", limits[s], args.shard_tokens, dtype, state["splits"].get(s))
                for s in SPLITS]

@@ -191,7 +191,7 @@ def parse_value(place, key, value, from_text=None):
         if type(value) is kind and fits[kind](value):
             return value
     except (ValueError, KeyError, OverflowError):
-        pass
+        pass  # told below, like a value of the wrong kind
     what = {int: "a whole number", float: "a number", bool: "true or false", str: "a string of valid UTF-8"}[kind]
     try:
         shown = f"{str(value)[:100]!r}"
