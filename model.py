@@ -58,6 +58,7 @@ class GPTConfig:
     norm_eps: float = 1e-6  # epsilon of every RMSNorm
     qk_norm: bool = True  # RMSNorm on each query and key head
     tie_embeddings: bool = True  # the head's matrix is the token embedding
+    init: str = "papers"  # start of the weights: papers | gpt2 | fan_in | zero (table in `start_std`)
 
     def __post_init__(self):
         for name in ("n_layer", "n_head", "n_embd", "seq_len"):
@@ -96,7 +97,7 @@ class GPTConfig:
 # Residual knobs with their defaults. Set away from it in a mode that ignores it, a knob is an error.
 KNOBS = {f.name: f.default for f in fields(GPTConfig) if f.name in (
     "depth_block", "route_heads", "rd_control", "dar_routing", "delta_sources", "n_streams", "dynamic_gates")}
-CHOICES = {"route_impl": ("auto", "reference", "fused"), "rd_control": ("none", "tied", "average", "frozen_v"),
+CHOICES = {"init": ("papers", "gpt2", "fan_in", "zero"), "route_impl": ("auto", "reference", "fused"), "rd_control": ("none", "tied", "average", "frozen_v"),
            "dar_routing": ("reciprocal", "self_kv", "cross_v", "fixed_kv", "sep_v"),
            "delta_sources": ("true", "released")}
 # What 0 means where the mode does not say: 2 ceil(2L/8/2) sublayers, so 12 layers 4, 24: 6, 36: 10; one depth head.
@@ -766,6 +767,27 @@ class KVCache:
 # The model
 
 
+def start_std(cfg, name, fan_in):
+    """Standard deviation of a matrix at the start. L layers, D width; *outputs* write to the stream (`out`, `down`).
+
+        init     embedding, head   matrices         outputs                 source
+        papers   0.02              0.02             0.02                    2603.15031, 2605.18855, 2607.27230 (as far as known)
+        gpt2     0.02              0.02             0.02 / sqrt(2L)         GPT-2, nanoGPT
+        fan_in   1/sqrt(D)         1/sqrt(fan_in)   1/sqrt(2L fan_in)       muP (2203.03466) with GPT-2's scaling by depth
+        zero     1/sqrt(D)         1/sqrt(fan_in)   0                       nanochat, modded-nanogpt: starts as the embedding
+
+    The first two fit one width each: at width 128, 0.02 leaves the embedding below what attention adds in one layer.
+    Stream and head see an embedding of 1/sqrt(D) at every width: tied logits start with a deviation of 1.
+    """
+    deep, outer = (2 * cfg.n_layer) ** -0.5, name in ("embed.weight", "head.weight")
+    output = name.endswith(("out.weight", "down.weight"))
+    if cfg.init in ("papers", "gpt2"):
+        return 0.02 * deep if output and cfg.init == "gpt2" else 0.02
+    if outer:
+        return cfg.n_embd**-0.5
+    return fan_in**-0.5 * ((deep if cfg.init == "fan_in" else 0.0) if output else 1.0)
+
+
 class GPT(nn.Module):
     """Decoder language model; `cfg` decides its shape and residual mode."""
 
@@ -786,18 +808,19 @@ class GPT(nn.Module):
         self.init_weights()
 
     @torch.no_grad()
-    def init_weights(self):
-        """The only place where parameters get their start values.
+    def init_weights(self, seed=None):
+        """The only place where parameters get their start values, behind a fresh seed where one is given.
 
-            matrices, embedding   N(0, 0.02^2), without scaling by depth
-            gains                 1
-            residual parameters   residual.init_weights(): no random numbers, so that modes share all the rest exactly
+        Matrices are drawn from N(0, start_std^2) in the order embedding, sublayers, head; gains are 1. The residual's
+        own start draws no random numbers: modes of one seed share all the rest exactly.
         """
+        if seed is not None:
+            torch.manual_seed(seed)
         for name, p in self.named_parameters():
             if name.startswith("residual."):
                 continue
             if p.dim() == 2:
-                nn.init.normal_(p, std=0.02)
+                nn.init.normal_(p, std=start_std(self.cfg, name, fan_in=p.shape[1]))
             else:
                 assert name.endswith("gain"), f"no start value for {name}"
                 nn.init.ones_(p)

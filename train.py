@@ -75,7 +75,7 @@ class TrainConfig:
     grad_clip: float = 1.0  # largest global gradient norm; 0 = no clipping
     route_lr_mult: float = 1.0  # factor on the learning rate of the residual's parameters
     eval_every: int = 250  # steps between evaluations on val, and one at the end; 0 = none
-    eval_tokens: int = 1_000_000  # val tokens per evaluation, the same ones each time
+    eval_tokens: int = 1_000_000  # val tokens per evaluation, spread evenly over the split, the same ones each time
     eval_at_tokens: str = ""  # further evaluations once so many tokens are trained on, for instance 1_000_000,2_000_000
     save_every: int = 1000  # steps between saves of last.pt, and one at the end; 0 = only then
     log_every: int = 10  # steps between log lines
@@ -385,23 +385,28 @@ def sum_over_ranks(values, device):
 
 @torch.no_grad()
 def evaluate(model, tokens, batch, device, dtype, limit=None, rank=0, world=1, show=lambda part: None):
-    """Mean NLL in nats over the first `limit` predictable tokens of a split (None: all), and their number.
+    """Mean NLL in nats over a split, and the number of tokens that it is a mean of.
 
-    Every token but the first is predicted once, from at most seq_len before it; batches are dealt out to the ranks. All
-    batches have one shape, with targets of -1 (not counted) behind the last token.
+    Every token but the first is predicted once, from at most seq_len before it. With a limit below the split's size,
+    `limit` of them, in windows that are spread evenly over the split: the same ones each time. Batches are dealt out to
+    the ranks. All batches have one shape, with targets of -1 (not counted) behind the last token.
     """
     T, n = tokens.seq_len, tokens.total - 1 if limit is None else min(limit, tokens.total - 1)
-    batch = min(batch, -(-n // T))
+    windows, all_windows = -(-n // T), -(-(tokens.total - 1) // T)
+    batch = min(batch, windows)
     nll, count = 0.0, 0
-    for first in range(rank * batch * T, n, world * batch * T):
-        stretch = tokens.read(first, min(batch * T, n - first) + 1)
-        x, y = np.zeros(batch * T, np.int64), np.full(batch * T, -1)
-        x[:len(stretch) - 1], y[:len(stretch) - 1] = stretch[:-1], stretch[1:]
-        x, y = (torch.from_numpy(a).view(batch, T).to(device) for a in (x, y))
+    for first in range(rank * batch, windows, world * batch):
+        x, y = np.zeros((batch, T), np.int64), np.full((batch, T), -1)
+        for row, i in enumerate(range(first, min(first + batch, windows))):
+            size = min(T, n - i * T)
+            stretch = tokens.read(i * all_windows // windows * T, size + 1)
+            x[row, :size], y[row, :size] = stretch[:-1], stretch[1:]
+        mine = int((y >= 0).sum())
+        x, y = (torch.from_numpy(a).to(device) for a in (x, y))
         with autocast(device, dtype):
             loss = model(x, y)[1]
-        nll, count = nll + loss.item() * (len(stretch) - 1), count + len(stretch) - 1
-        show(first / n)
+        nll, count = nll + loss.item() * mine, count + mine
+        show(first / windows)
     nll, count = sum_over_ranks([nll, float(count)], device)
     return nll / count, int(count)
 
@@ -477,8 +482,8 @@ def train(cfg, t):
     on_first_rank(prepare_data, t)
     cfg, data, val, about_data = open_data(cfg, t)
 
-    torch.manual_seed(t.seed)
     model = build(cfg)  # made on the host, so that a seed gives the same weights on every device
+    model.init_weights(t.seed)
     model = model.to(device, torch.float64 if dtype == torch.float64 else None)
     optimizer = make_optimizer(model, t, device)
     on_first_rank(lock_run_folder, t)
