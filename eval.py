@@ -5,7 +5,7 @@
     python eval.py runs/tiny-standard-seed1 --prompt="def main("      sample
     python eval.py runs/tiny-attnres-seed1 --routing                  where each site reads: tables and figures
     torchrun --standalone --nproc_per_node=8 eval.py runs/...         on several processes: the same numbers
-    python eval.py study configs/study.toml --modes=attnres,rd        train and compare modes in pairs
+    python eval.py study CONFIG --modes=attnres,rd                       train and compare modes in pairs
 
 The loss is the mean negative log-likelihood over the whole split in nats per token: every token but the first is
 predicted once, from at most seq_len tokens before it. Neither the batch size nor the number of processes changes it.

@@ -2135,7 +2135,7 @@ PAPER_SHAPES = {  # config -> the paper's vocabulary, parameters in millions (sp
 
 
 def test_configurations_have_the_papers_shapes():
-    assert {p.stem for p in HERE.glob("configs/*.toml")} == {*PAPER_SHAPES, "tiny", "study", "study_half"}
+    assert {p.stem for p in HERE.glob("configs/*.toml")} == {*PAPER_SHAPES, "tiny"}
     for name, (vocabulary, millions, spread) in PAPER_SHAPES.items():
         path = HERE / "configs" / f"{name}.toml"
         cfg, t = train.load_config([str(path)])
@@ -2588,36 +2588,13 @@ def test_readme_tells_the_truth():
         added = row.added.replace("*", "·")
         expected = f"| `{name}` | {row.reads} | {row.stores} | {added} | {row.paper} | `{row.cls.__name__}` |"
         assert expected in readme, f"README's table of modes needs this row: {expected}"
-    parsers = {"train.py": train.load_config, "eval.py study": evaluation.parse_study, "eval.py": evaluation.parse_args,
+    parsers = {"train.py": train.load_config, "eval.py": evaluation.parse_args,
                "prepare_fineweb.py": prepare_fineweb.parse_args}
     blocks = "".join(re.findall(r"```bash\n(.*?)```", readme, re.S))
-    commands = re.findall(r"(?:python|torchrun [^&\n]*?) (\w+\.py(?: study)?)(.*)", blocks)
-    assert len(commands) > 12 and {script for script, _ in commands} == {*parsers}
+    commands = re.findall(r"(?:python|torchrun [^&\n]*?) (\w+\.py)(.*)", blocks)
+    assert len(commands) > 8 and {script for script, _ in commands} == {*parsers}
     for script, argv in commands:  # every command parses
         parsers[script](shlex.split(argv, comments=True))
-
-
-def test_readme_shows_the_results_as_they_are():
-    """Its tables follow from results/results.csv; a verdict is told where the interval excludes 0."""
-    readme = (HERE / "README.md").read_text(encoding="utf-8")
-    rows, runs = evaluation.read_results(HERE / "results/results.csv"), {}
-    for (study, mode, knobs, seed), row in rows.items():
-        runs.setdefault((study, f"{mode} {knobs}".strip()), {})[seed] = row
-    controls = (HERE / "results/study_half.md").read_text(encoding="utf-8")
-    for study, shown in (("study", readme), ("study_half", controls)):
-        table, _, _ = evaluation.compare(evaluation.parse_study([str(HERE / f"configs/{study}.toml")]), rows)
-        assert not [line for line in table.splitlines() if line not in shown]
-    claims = re.findall(r"\| `([^`]+)` against `([^`]+)`(, half budget)? \| (.*) \| (.*) \|", readme)
-    assert len(claims) > 9
-    for mine, base, half, *said in claims:
-        found = [runs.get(("study_half" if half else "study", name), {}) for name in (mine, base)]
-        expected = ["not run", "not run"]
-        if found := evaluation.paired(*found):
-            delta, _, width, won, n = found[-1]
-            low, high = delta - width, delta + width
-            expected = [f"{delta:+.3f} ({low:+.3f} to {high:+.3f}), {won}/{n} won",
-                        "agrees" if high < 0 else "disagrees" if low > 0 else "cannot tell"]
-        assert said == expected, (mine, base)
 
 
 def test_the_example_of_a_new_mode(monkeypatch):
