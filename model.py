@@ -55,6 +55,7 @@ class GPTConfig:
     route_impl: str = "auto"  # who computes the routing: auto | reference | fused
     remat: bool = False  # recompute sublayers in the backward pass instead of keeping their activations
     rope_theta: float = 10000.0  # base of the rotary frequencies
+    rope_scale: float = 1.0  # Llama 3's stretch of the slow rotary frequencies: 8 in 3.1, 32 in 3.2; 1 = none
     norm_eps: float = 1e-6  # epsilon of every RMSNorm
     qk_norm: bool = True  # RMSNorm on each query and key head
     tie_embeddings: bool = True  # the head's matrix is the token embedding
@@ -67,6 +68,7 @@ class GPTConfig:
             require(getattr(self, name) >= 0, f"{name}={getattr(self, name)}: must not be negative")
         require(self.n_layer <= 10_000, f"n_layer={self.n_layer}: must be at most 10,000")  # or building has no end
         require(self.rope_theta > 0, f"rope_theta={self.rope_theta}: must be positive")
+        require(self.rope_scale >= 1, f"rope_scale={self.rope_scale}: must be at least 1")
         require(self.head_dim or self.n_embd % self.n_head == 0, f"n_embd={self.n_embd} does not divide by "
                 f"n_head={self.n_head}: change one of them, or set head_dim")
         self.n_kv_head = self.n_kv_head or self.n_head
@@ -135,14 +137,25 @@ def mean_of_squares(x):
     return torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=at_least_fp32(x.dtype)).square() / x.shape[-1]
 
 
-def scaled_linear(x, gain, weight):
-    """(x * gain) @ weight.T, with the gain multiplied into whichever of the two is smaller."""
-    return F.linear(x * gain, weight) if x.numel() < weight.numel() else F.linear(x, weight * gain)
+def scaled_linear(x, gain, weight, whole=None):
+    """(x * gain) @ weight.T, with the gain multiplied into whichever of the two is smaller.
+
+    `whole` is the matrix of which `weight` is a part, so that the parts round as the whole does.
+    """
+    size = (weight if whole is None else whole).numel()
+    return F.linear(x * gain, weight) if x.numel() < size else F.linear(x, weight * gain)
 
 
-def rotary(start, T, K, theta, device, dtype):
-    """cos and sin, each (T, K/2), of the rotary angles of positions start .. start+T-1 (RoFormer, 2104.09864)."""
-    frequency = theta ** (-torch.arange(0, K, 2, device=device, dtype=dtype) / K)
+def rotary(start, T, K, theta, device, dtype, scale=1.0):
+    """cos and sin, each (T, K/2), of the rotary angles of positions start .. start+T-1 (RoFormer, 2104.09864).
+
+    scale > 1 is Llama 3's: frequencies that turn less than once in 8192 positions are divided by it, those that turn
+    more than 4 times are kept, between the two it is interpolated.
+    """
+    frequency = 1 / theta ** (torch.arange(0, K, 2, device=device, dtype=dtype) / K)  # as pretrained models have it
+    if scale != 1:
+        keep = ((8192 * frequency / (2 * math.pi) - 1) / (4 - 1)).clamp(0, 1)
+        frequency = frequency * (keep + (1 - keep) / scale)
     angle = torch.arange(start, start + T, device=device, dtype=dtype)[:, None] * frequency
     return angle.cos(), angle.sin()
 
@@ -714,8 +727,8 @@ class Attention(nn.Module):
             q, k, v = scaled_linear(h_v, self.gain, self.qkv.weight).split(self.sizes, dim=-1)
         else:
             w_qk, w_v = self.qkv.weight.split([self.sizes[0] + self.sizes[1], self.sizes[2]])
-            q, k = scaled_linear(h_qk, self.gain, w_qk).split(self.sizes[:2], dim=-1)
-            v = scaled_linear(h_v, self.gain, w_v)
+            q, k = scaled_linear(h_qk, self.gain, w_qk, self.qkv.weight).split(self.sizes[:2], dim=-1)
+            v = scaled_linear(h_v, self.gain, w_v, self.qkv.weight)
         q, k, v = (t.unflatten(-1, (-1, self.K)).transpose(1, 2) for t in (q, k, v))  # (B, H, T, K)
         if self.qk_norm:
             q, k = rms_norm(q, self.eps) * self.q_gain, rms_norm(k, self.eps) * self.k_gain
@@ -838,11 +851,12 @@ class GPT(nn.Module):
         residual = self.router()
         state = residual.start(self.embed(idx))
         past, dtype = cache.length if cache is not None else 0, at_least_fp32(self.embed.weight.dtype)
-        rope = rotary(past, idx.shape[1], self.cfg.head_dim, self.cfg.rope_theta, idx.device, dtype)
+        cfg = self.cfg
+        rope = rotary(past, idx.shape[1], cfg.head_dim, cfg.rope_theta, idx.device, dtype, cfg.rope_scale)
         for site, sublayer in enumerate(self.sublayers):
             look(site, state)
             h_qk, h_v = residual.read(site, state)
-            if self.cfg.remat and torch.is_grad_enabled():
+            if cfg.remat and torch.is_grad_enabled():
                 y = checkpoint(sublayer, h_qk, h_v, rope, use_reentrant=False)
             else:
                 y = sublayer(h_qk, h_v, rope, cache)
@@ -903,10 +917,11 @@ class GPT(nn.Module):
         require(idx.shape[1] >= 1, "generate: the prompt is empty, give at least one token (for instance end-of-text)")
         require(temperature >= 0 and top_k >= 0, f"temperature={temperature}, top_k={top_k}: must not be negative")
         limit, cache, new = self.cfg.seq_len, None, idx
+        size = min(limit, idx.shape[1] + n)
         for _ in range(n):
             if cache is None or cache.length + new.shape[1] > limit:
                 new = idx[:, -limit:] if cache is None else idx[:, -max(1, limit // 2):]
-                cache = KVCache(self.cfg, len(idx), limit, idx.device, self.kv_dtype())
+                cache = KVCache(self.cfg, len(idx), size, idx.device, self.kv_dtype())
             logits = self.logits(self.trunk(new, cache)[:, -1])
             if n_vocab:
                 logits[:, n_vocab:] = -math.inf

@@ -444,7 +444,7 @@ def load_checkpoint(path):
             if not isinstance(value, kind) or isinstance(value, bool) or (kind is int and value < 0):
                 raise ValueError(f"{key} is {str(value)[:50]!r}")
         config = {k: parse_value("config", k, v) for k, v in content["config"].items()}
-        content["cfg"] = GPTConfig(**{f.name: config[f.name] for f in fields(GPTConfig)})
+        content["cfg"] = GPTConfig(**{f.name: config[f.name] for f in fields(GPTConfig) if f.name in config})
         # names may carry the prefixes of wrappers when the file was written by other code
         content["model"] = {k.replace("_orig_mod.", "").removeprefix("module."): v for k, v in content["model"].items()}
         if not all(v.isfinite().all() for v in content["model"].values()):
