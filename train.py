@@ -239,6 +239,8 @@ class Tokens:
             raise UserError(f"{folder} holds no {split} shards (*_{split}_*.bin): prepare them with python "
                             f"prepare_fineweb.py --source=... --out={folder}{without}")
         counts, self.dtypes = zip(*map(read_header, self.paths))
+        self.crc = zlib.crc32(json.dumps(
+            shards if meta else [(p.name, file_crc(p, 2**20)) for p in self.paths]).encode())  # tells data apart
         self.checked = meta is not None and sum(p.stat().st_size for p in self.paths) <= CHECK_BYTES
         if meta:
             check_shards(folder, shards, contents=self.checked)
@@ -309,15 +311,36 @@ def permute(index, n, seed):
 # Device and processes
 
 
+LAUNCH = "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"  # all that one of several processes needs
+SIZES = "WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"
+PATIENCE = timedelta(days=7)  # how long processes wait for one that prepares data, saves or evaluates
+
+
 def launched():
-    """Whether torchrun started this process; single variables that a shell left behind do not count."""
-    names = "TORCHELASTIC_RUN_ID", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
-    return all(name in os.environ for name in names)
+    """Whether a launcher made this one of several processes; a lone one counts under torchrun only, for what a shell
+    or a scheduler left behind looks the same."""
+    return all(name in os.environ for name in LAUNCH) and (
+        "TORCHELASTIC_RUN_ID" in os.environ or os.environ["WORLD_SIZE"] != "1")
+
+
+def check_launch():
+    """Processes that were started together but know nothing of each other would each train a model of their own."""
+    for name in () if launched() else SIZES:
+        if os.environ.get(name, "1") not in ("", "0", "1"):
+            missing = ", ".join(n for n in LAUNCH if n not in os.environ)
+            raise UserError(
+                f"{name}={os.environ[name]} looks like several processes, but without {missing} each would train alone. "
+                "One machine: torchrun --standalone --nproc_per_node=GPUS train.py ...; several: srun "
+                "--ntasks-per-node=1 python -m torch.distributed.run --nnodes=NODES --nproc_per_node=GPUS "
+                "--rdzv_backend=c10d --rdzv_endpoint=FIRST_NODE:PORT train.py ...; one process only: "
+                f"env -u {name} python train.py ...")
+
 
 
 def choose_device(requested):
     """(device, reason) for this process."""
-    local_rank, local_world = (launched() and int(os.environ[k]) for k in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    local_rank = int(os.environ["LOCAL_RANK"]) if launched() else 0
+    local_world = max(local_rank + 1, int(os.environ.get("LOCAL_WORLD_SIZE", 1))) if launched() else 1
     kind, reason = requested, "as asked"
     if requested == "auto":
         kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
@@ -491,6 +514,7 @@ def train(cfg, t):
     optimizer = make_optimizer(model, t, device)
     on_first_rank(lock_run_folder, t)
     start, best = resume(cfg, t, model, optimizer, about_data, say) if t.resume else (0, math.inf)
+    check_agreement(start_facts(cfg, t, dtype, start, about_data, val, model))
     if start < t.max_steps:
         on_first_rank(describe_run, cfg, t)
     compiled = compile_model(model, t.compile, device, say)
@@ -557,18 +581,48 @@ def train(cfg, t):
 
 def start_processes(device):
     """(rank, number of processes)"""
+    check_launch()
     if not launched():
         return 0, 1
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE)
     return dist.get_rank(), dist.get_world_size()
+
+
+def check_agreement(facts):
+    """All processes must start from the same {what: value}; raises UserError on each of them if they do not."""
+    if not dist.is_initialized():
+        return
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, facts)
+    for rank, theirs in enumerate(everyone):
+        for what, value in everyone[0].items():
+            if theirs[what] != value:
+                raise UserError(f"the processes disagree: {what} is {value} on rank 0 and {theirs[what]} on rank {rank}"
+                                ". Every machine needs the same code, settings and data, and a run folder that all of "
+                                "them see (a shared disk, or a copy of it on each)")
+
+
+def start_facts(cfg, t, dtype, start, about_data, val, model):
+    """What must be equal on all processes before the first step; paths, devices and trackers may differ."""
+    here, config = Path(__file__).resolve().parent, asdict(cfg) | asdict(t)
+    code = b"".join(path.read_bytes() for name in ("model", "kernels", "train", "prepare_fineweb")
+                    if (path := here / f"{name}.py").exists())
+    bits = sum(int(p.detach().view(torch.int32 if p.element_size() == 4 else torch.int64).sum(dtype=torch.int64))
+               for p in model.parameters())  # of integers, so that no order of summation matters
+    facts = {"the step to go on from": start, "the dtype": str(dtype), "the version of PyTorch": torch.__version__,
+             "the checksum of the code": f"{zlib.crc32(code):08x}", "the val data": val and f"{val.crc:08x}"}
+    facts |= {f"the data's {k}": v for k, v in about_data.items()}
+    facts |= {k: v for k, v in config.items() if k not in ("data_dir", "prepare", "out_dir", "device", "tracker")}
+    return facts | {"the checksum of the weights": f"{bits % 2**64:016x}"}
+
 
 
 def on_first_rank(function, *args):
     """Run on rank 0 while the others wait, for hours if need be; its UserError is raised on all."""
     if not dist.is_initialized():
         return function(*args)
-    error, group = [""], dist.new_group(backend="gloo", timeout=timedelta(days=7))
+    error, group = [""], dist.new_group(backend="gloo", timeout=PATIENCE)
     if dist.get_rank() == 0:
         try:
             function(*args)
@@ -615,9 +669,8 @@ def open_data(cfg, t):
     cfg = replace(cfg, vocab_size=cfg.vocab_size or meta["vocab_size"])
     data = Tokens(t.data_dir, "train", cfg.seq_len, cfg.vocab_size)
     val = Tokens(t.data_dir, "val", cfg.seq_len, cfg.vocab_size) if t.eval_every or t.eval_at_tokens else None
-    seen = meta["splits"]["train"]["shards"] if meta else [(p.name, file_crc(p, 2**20)) for p in data.paths]
     return cfg, data, val, dict(tokenizer=meta["tokenizer"] if meta else "", train_tokens=data.total,
-                                train_crc32=zlib.crc32(json.dumps(seen).encode()))
+                                train_crc32=data.crc)
 
 
 class MuonAdamW(torch.optim.AdamW):
