@@ -329,7 +329,7 @@ def check_launch():
         if os.environ.get(name, "1") not in ("", "0", "1"):
             missing = ", ".join(n for n in LAUNCH if n not in os.environ)
             raise UserError(
-                f"{name}={os.environ[name]} looks like several processes, but without {missing} each would train alone. "
+                f"{name}={os.environ[name]} looks like several processes, but without {missing} each trains alone. "
                 "One machine: torchrun --standalone --nproc_per_node=GPUS train.py ...; several: srun "
                 "--ntasks-per-node=1 python -m torch.distributed.run --nnodes=NODES --nproc_per_node=GPUS "
                 "--rdzv_backend=c10d --rdzv_endpoint=FIRST_NODE:PORT train.py ...; one process only: "
@@ -611,8 +611,8 @@ def start_facts(cfg, t, dtype, start, about_data, val, model):
     bits = sum(int(p.detach().view(torch.int32 if p.element_size() == 4 else torch.int64).sum(dtype=torch.int64))
                for p in model.parameters())  # of integers, so that no order of summation matters
     facts = {"the step to go on from": start, "the dtype": str(dtype), "the version of PyTorch": torch.__version__,
-             "the checksum of the code": f"{zlib.crc32(code):08x}", "the val data": val and f"{val.crc:08x}"}
-    facts |= {f"the data's {k}": v for k, v in about_data.items()}
+             "the checksum of the code": f"{zlib.crc32(code):08x}", **{
+                 f"the data's {k}": v for k, v in about_data.items()}, "the val data": val and f"{val.crc:08x}"}
     facts |= {k: v for k, v in config.items() if k not in ("data_dir", "prepare", "out_dir", "device", "tracker")}
     return facts | {"the checksum of the weights": f"{bits % 2**64:016x}"}
 

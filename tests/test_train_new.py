@@ -115,8 +115,9 @@ def test_a_slow_process_does_not_time_the_others_out(monkeypatch):
 def facts(data, out, start=0, seed=1, **settings):
     cfg, t = train.load_config(flags(data, out, seed=seed, **settings))
     cfg, _, val, about = train.open_data(cfg, t)
-    torch.manual_seed(seed)
-    return train.start_facts(cfg, t, torch.float32, start, about, val, train.build(cfg))
+    model = train.build(cfg)
+    model.init_weights(t.seed)
+    return train.start_facts(cfg, t, torch.float32, start, about, val, model)
 
 
 def test_processes_that_disagree_stop_before_the_first_step(shards, tmp_path, monkeypatch):
