@@ -1,0 +1,511 @@
+"""prepare_fineweb.py: splits, kinds of files, tokenizers, the Hub, interruptions."""
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+import prepare_fineweb
+import train
+from helpers import (
+    alone, corpus, documents, HERE, ordinary, prepare, run_script, shard, TRAIN_ONLY, write_corpus, write_ranks,
+    write_tokenizer,
+)
+from prepare_fineweb import UserError
+
+
+def test_documents_come_back_in_order_and_once(data):
+    meta = json.loads((data / "meta.json").read_text())
+    found = {s: documents(data, meta, s) for s in prepare_fineweb.SPLITS}
+    texts = [p.read_bytes().decode() for p in sorted((data.parent / "text").glob("*.txt"))]
+    for i, split in enumerate(prepare_fineweb.SPLITS):
+        assert found[split] == [t for t in texts if prepare_fineweb.split_of(t.encode(), 10) == i]
+        s = meta["splits"][split]
+        assert s["documents"] == len(found[split]) and s["text_bytes"] == sum(len(t.encode()) for t in found[split])
+        assert s["tokens"] == s["text_bytes"] + s["documents"] == sum(x["tokens"] for x in s["shards"])
+    assert all(s["tokens"] == 30000 for s in meta["splits"]["train"]["shards"][:-1])
+    assert len(meta["splits"]["train"]["shards"]) > 2 and meta["vocab_size"] == 257
+    assert any("<|endoftext|> é ☃" in t for t in texts)
+
+
+def test_held_out_splits_do_not_depend_on_the_rest(data, tmp_path):
+    args = ["--holdout=10", "--val_tokens=5000", "--test_tokens=4000"]
+    full, part = (prepare(data.parent / "text", tmp_path / name, *args, *extra)
+                  for name, extra in (("full", []), ("part", ["--max_tokens=7000"])))
+    for split, n in (("val", 5000), ("test", 4000)):
+        assert full["splits"][split] == part["splits"][split] | {"dropped": full["splits"][split]["dropped"]}
+        assert full["splits"][split]["tokens"] == n
+        for s in full["splits"][split]["shards"]:
+            assert (tmp_path / "full" / s["file"]).read_bytes() == (tmp_path / "part" / s["file"]).read_bytes()
+    assert part["splits"]["train"]["tokens"] == 7000 and full["splits"]["train"]["tokens"] > 7000
+    assert full["splits"]["val"]["dropped"] > 0  # what val cannot take never reaches train
+    texts = set(documents(tmp_path / "full", full, "train"))
+    assert not any(prepare_fineweb.split_of(t.encode(), 10) for t in texts)
+
+
+def test_splits_are_a_function_of_the_text():
+    buckets = np.bincount([prepare_fineweb.split_of(str(i).encode(), 1) for i in range(20_000)], minlength=3)
+    assert 150 < buckets[1] < 250 and 150 < buckets[2] < 250
+
+
+@pytest.mark.parametrize("method, workers", [("fork", 2), ("forkserver", 2), ("spawn", 3)])
+def test_workers_do_not_change_the_shards(method, workers, data, tmp_path):
+    argv = ["prepare_fineweb.py", f"--source={data.parent / 'text'}", f"--out={tmp_path}", "--holdout=10",
+            "--shard_tokens=30000", f"--workers={workers}"]
+    code = (f"import multiprocessing, sys, runpy; multiprocessing.set_start_method({method!r}); sys.argv = {argv!r}; "
+            f"runpy.run_path({str(HERE / 'prepare_fineweb.py')!r}, run_name='__main__')")
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True)
+    for path in data.glob("*.bin"):
+        assert path.read_bytes() == (tmp_path / path.name).read_bytes()
+
+
+def test_interrupted_preparation_continues_bit_for_bit(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare_fineweb, "CHUNK_CHARS", 10_000)
+    monkeypatch.setattr(prepare_fineweb, "SAVE_SECONDS", 0)
+    args = [data.parent / "text", tmp_path / "d", "--holdout=10", "--shard_tokens=30000"]
+    encode, stops = prepare_fineweb.encode_chunk, 0
+    for stop in range(1, 14, 3):  # dies while it encodes one chunk after the other
+        calls = []
+
+        def dying(*a, calls=calls, stop=stop):
+            calls.append(1)
+            if len(calls) > stop:
+                raise KeyboardInterrupt
+            return encode(*a)
+        monkeypatch.setattr(prepare_fineweb, "encode_chunk", dying)
+        try:
+            prepare(*args)
+        except KeyboardInterrupt:
+            stops += 1
+            for path in tmp_path.glob("d/*.bin"):
+                assert path.read_bytes() == (data / path.name).read_bytes()  # only whole shards under that name
+    monkeypatch.setattr(prepare_fineweb, "encode_chunk", encode)
+    meta, reference = prepare(*args), json.loads((data / "meta.json").read_text())
+    assert stops >= 2 and meta["splits"] == reference["splits"] and sorted(
+        p.name for p in tmp_path.glob("d/*")) == sorted(p.name for p in data.glob("*"))
+    for path in data.glob("*.bin"):
+        assert path.read_bytes() == (tmp_path / "d" / path.name).read_bytes()
+
+
+def test_a_finished_folder_is_left_alone(data, tmp_path, capsys):
+    stamps = {p.name: p.stat().st_mtime_ns for p in data.iterdir() if p.name != "lock"}
+    prepare(data.parent / "text", data, "--holdout=10", "--shard_tokens=30000")
+    assert "nothing to do" in capsys.readouterr().out
+    assert stamps == {p.name: p.stat().st_mtime_ns for p in data.iterdir() if p.name != "lock"}
+    with pytest.raises(UserError, match="prepared otherwise .holdout: 10 -> 11"):
+        prepare(data.parent / "text", data, "--holdout=11", "--shard_tokens=30000")
+    shard(tmp_path / "foreign/x_train_0.bin", range(5))
+    with pytest.raises(UserError, match="another origin"):
+        prepare(data.parent / "text", tmp_path / "foreign")
+
+
+def test_text_that_cannot_be_used(tmp_path):
+    folder = tmp_path / "text"
+    folder.mkdir()
+
+    def error(*args):
+        with pytest.raises(UserError) as e:
+            prepare(folder, tmp_path / "out", "--holdout=5", *args)
+        return str(e.value)
+    assert "no file that ends in .txt" in error()
+    for i in range(300):
+        (folder / f"{i:03d}.txt").write_text(f"document {i} " * 20)
+    (folder / "100.txt").write_bytes(b"")
+    assert "100.txt:1: empty" in error()
+    (folder / "100.txt").write_text("\ufeff\u200d \n", "utf-8")
+    assert "100.txt:1: empty" in error()
+    (folder / "100.txt").write_bytes(b"good line\nbad \xff byte\n")
+    assert "100.txt:1: not valid UTF-8 (byte 0xff after 14 characters)" in error()
+    (folder / "101.txt").write_bytes(b"\xef\xbb\xbfwith a mark\r\nand CRLF\r\n")
+    meta = prepare(folder, tmp_path / "out", "--skip_bad", "--holdout=5")
+    assert meta["skipped"] == 1 and "100.txt" in meta["skipped_first"][0]
+    found = [d for split in prepare_fineweb.SPLITS for d in documents(tmp_path / "out", meta, split)]
+    assert "with a mark\r\nand CRLF\r\n" in found
+    (folder / "one.txt").write_text("only one document")
+    with pytest.raises(UserError, match="1 documents are too few, none falls into val and test.*--val_tokens=0"):
+        prepare(folder / "one.txt", tmp_path / "one")
+    meta = prepare(folder / "one.txt", tmp_path / "one", "--val_tokens=0", "--test_tokens=0")
+    assert meta["splits"]["train"]["documents"] == 1
+    with pytest.raises(UserError, match="no such file"):
+        prepare(tmp_path / "nowhere", tmp_path / "out2")
+
+
+def all_documents(out, meta):
+    splits = [s for s in prepare_fineweb.SPLITS if meta["splits"][s]["shards"]]
+    return [d for split in splits for d in documents(out, meta, split)]
+
+
+BAD_LINES = ['{"text": "good"}', "", '{"txt": "x"}', '{"text": null}', '{"text": ""}', '{"text": 123}', "{broken",
+             '{"text": "\u200d"}', '{"text": "\\ud800"}', "[1]", "[" * 10**5, '{"text": "also good"}']
+
+
+def test_broken_lines_of_jsonl(tmp_path):
+    path = tmp_path / "docs.jsonl"
+    for i, line in enumerate(BAD_LINES):
+        path.write_text(f'{{"text": "first"}}\n{line}\n', "utf-8")
+        if "good" in line:
+            continue
+        with pytest.raises(UserError, match=r"docs.jsonl:2: .*--skip_bad") as e:
+            prepare(path, tmp_path / f"strict{i}", *TRAIN_ONLY)
+        assert "\n" not in str(e.value) and len(str(e.value)) < 500
+    path.write_text("\ufeff" + "\n".join(BAD_LINES) + "\n", "utf-8")
+    with open(path, "ab") as f:
+        f.write(b'{"text": "\xff"}\n{"text": "no newline at the end"}')
+    meta = prepare(path, tmp_path / "out", "--skip_bad", *TRAIN_ONLY)
+    bad = sum("good" not in line for line in BAD_LINES) + 1
+    assert meta["skipped"] == bad and "docs.jsonl:2: an empty line" in meta["skipped_first"][0]
+    assert documents(tmp_path / "out", meta, "train") == ["good", "also good", "no newline at the end"]
+    path.write_text('{"body": "other key"}')
+    with pytest.raises(UserError, match="no key 'text' .it has: body.; give --text_key"):
+        prepare(path, tmp_path / "key", *TRAIN_ONLY)
+    meta = prepare(path, tmp_path / "key", "--text_key=body", *TRAIN_ONLY)
+    assert documents(tmp_path / "key", meta, "train") == ["other key"]
+
+
+@pytest.mark.parametrize("kind", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"])
+def test_every_kind_of_file_gives_the_same_shards(kind, tmp_path, monkeypatch):
+    texts = corpus()
+    meta = prepare(write_corpus(tmp_path / "in", kind, texts), tmp_path / "whole", "--holdout=10")
+    assert sorted(all_documents(tmp_path / "whole", meta)) == sorted(texts)
+    # and interrupted in the middle of a file it goes on to the same bytes
+    monkeypatch.setattr(prepare_fineweb, "CHUNK_CHARS", 3000)
+    monkeypatch.setattr(prepare_fineweb, "SAVE_SECONDS", 0)
+    args = tmp_path / "in" / f"docs{kind}", tmp_path / "cut", "--holdout=10"
+    with monkeypatch.context() as m:
+        encode, calls = prepare_fineweb.encode_chunk, []
+        m.setattr(prepare_fineweb, "encode_chunk",
+                  lambda *a: encode(*a) if len(calls) < 7 and not calls.append(1) else sys.exit("killed"))
+        with pytest.raises(SystemExit):
+            prepare(*args)
+    assert prepare(*args)["splits"] == meta["splits"]
+
+
+@pytest.mark.parametrize("kind", [".jsonl.gz", ".jsonl.zst", ".parquet"])
+def test_files_that_are_cut_short(kind, tmp_path):
+    path = write_corpus(tmp_path / "in", kind, corpus(2000))
+    raw = path.read_bytes()
+    for content in (raw[:len(raw) // 2], raw[:3], b""):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=f"docs{kind}:.*--skip_bad"):
+            prepare(path, tmp_path / f"out{len(content)}", *TRAIN_ONLY)
+    (tmp_path / "in/more.jsonl").write_text('{"text": "whole"}\n')
+    meta = prepare(tmp_path / "in", tmp_path / "skip", "--skip_bad", *TRAIN_ONLY)
+    assert meta["skipped"] == 1 and documents(tmp_path / "skip", meta, "train") == ["whole"]
+
+
+def test_parquet_mistakes(tmp_path):
+    path = write_corpus(tmp_path / "in", ".parquet", ["one"])
+    with pytest.raises(UserError, match="no column 'body' .it has: id, text"):
+        prepare(path, tmp_path / "a", "--text_key=body")
+    with pytest.raises(UserError, match="docs.parquet:row 0: id is int, not a string"):
+        prepare(path, tmp_path / "b", "--text_key=id")
+
+
+def test_folders_globs_and_standard_input(tmp_path, capsys):
+    texts = corpus()
+    write_corpus(tmp_path / "in", ".jsonl", texts[:200])
+    write_corpus(tmp_path / "in" / "deep", ".parquet", texts[200:])
+    (tmp_path / "in/notes.md").write_text("# not for training")
+    meta = prepare(tmp_path / "in", tmp_path / "a", "--holdout=10")
+    assert sorted(all_documents(tmp_path / "a", meta)) == sorted(texts) and "notes.md" in capsys.readouterr().out
+    meta = prepare(tmp_path / "in/**/*.parquet", tmp_path / "b", "--holdout=10")
+    assert sorted(all_documents(tmp_path / "b", meta)) == sorted(texts[200:])
+    with open(tmp_path / "in/docs.jsonl", encoding="utf-8") as f:
+        result = subprocess.run([sys.executable, HERE / "prepare_fineweb.py", "--source=-", "--format=jsonl",
+                                 f"--out={tmp_path}/c", "--holdout=10"], stdin=f, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    meta = json.loads((tmp_path / "c/meta.json").read_text())
+    assert sorted(all_documents(tmp_path / "c", meta)) == sorted(texts[:200])
+
+
+def test_rank_files(tmp_path):
+    ranks, texts = write_ranks(tmp_path / "mine.tiktoken"), corpus()
+    meta = prepare(write_corpus(tmp_path, ".jsonl", texts), tmp_path / "out", f"--tokenizer={ranks}", "--holdout=10")
+    assert meta["vocab_size"] == 266 and meta["end_of_text"] == 265
+    encoding = prepare_fineweb.get_encoding(str(tmp_path / "out/tokenizer.json"))  # what eval.py uses
+    ids = np.fromfile(next(tmp_path.glob("out/*_val_*.bin")), "<u2", offset=1024).tolist()
+    text = encoding.decode(ids).split("<|endoftext|>")
+    assert text[0] == "" and set(text[1:]) < set(texts) and len(text) - 1 == meta["splits"]["val"]["documents"]
+    assert ids == [i for t in text[1:] for i in [265, *encoding.encode_ordinary(t)]] and 261 in ids
+    again = [tmp_path / "docs.jsonl", tmp_path / "out", f"--tokenizer={ranks}", "--holdout=10"]
+    ranks.write_bytes(ranks.read_bytes().replace(b"dGhl ", b"dGhp "))  # the same number of tokens, one of them another
+    with pytest.raises(UserError, match="was prepared otherwise .tokenizer: mine-[0-9a-f]{8} -> mine-[0-9a-f]{8}"):
+        prepare(*again)
+    for content in (b"", b"no ranks here\n", b"dGg= x\n", ranks.read_bytes() + b"dGhl 3\n", ranks.read_bytes()[40:]):
+        (tmp_path / "bad").write_bytes(content)
+        with pytest.raises(UserError, match="not a usable rank file"):
+            prepare_fineweb.get_encoding(str(tmp_path / "bad"))
+    with pytest.raises(UserError, match="is unknown: give bytes, a tiktoken encoding .*gpt2"):
+        prepare_fineweb.get_encoding("gpt5")
+
+
+def test_ids_above_65535_are_never_wrapped(tmp_path):
+    ranks = write_ranks(tmp_path / "big.tiktoken", {b" has": 70_000})
+    meta = prepare(write_corpus(tmp_path, ".jsonl", corpus()), tmp_path / "out", f"--tokenizer={ranks}", "--holdout=10")
+    assert meta["vocab_size"] == 70_002
+    path = next(tmp_path.glob("out/*_train_*.bin"))
+    assert np.fromfile(path, "<i4", 3)[:2].tolist() == [20240801, 7]
+    tokens = train.Tokens(tmp_path / "out", "train", 16, 70_002)
+    ids = tokens.read(0, tokens.total)
+    assert {70_000, 70_001} < set(ids.tolist()) and np.array_equal(ids, np.fromfile(path, "<u4", offset=1024))
+    with pytest.raises(UserError, match="a vocabulary of 70002, more than vocab_size=65536"):
+        train.Tokens(tmp_path / "out", "train", 16, 65_536)
+    (tmp_path / "out/meta.json").unlink()
+    with pytest.raises(UserError, match="docs_train_000000.bin holds token 7000"):
+        train.Tokens(tmp_path / "out", "train", 16, 65_536).read(0, 1000)
+
+
+def test_the_tokenizer_cache_takes_plain_names(tmp_path, monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    (tmp_path / "vocab.bpe").write_bytes(b"content")
+    assert prepare_fineweb.read_ranks("http://127.0.0.1:9/some/vocab.bpe") == b"content"
+    start = time.monotonic()
+    with pytest.raises(UserError, match="save it as encoder.json, put it into a folder here and set TIKTOKEN"):
+        prepare_fineweb.read_ranks("http://127.0.0.1:9/some/encoder.json")
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize("pattern", ["r50k", "cl100k", "o200k"])
+def test_segments_encode_like_the_whole(pattern, tmp_path, monkeypatch):
+    import tiktoken
+    import tiktoken_ext.openai_public as public
+    saved = json.loads((write_tokenizer(tmp_path)).read_text())
+    monkeypatch.setattr(tiktoken.load, "load_tiktoken_bpe", lambda *a, **k: {bytes([i]): i for i in range(256)})
+    monkeypatch.setattr(public, "load_tiktoken_bpe", lambda *a, **k: {bytes([i]): i for i in range(256)}, raising=False)
+    pat_str = public.ENCODING_CONSTRUCTORS[pattern + "_base"]()["pat_str"]
+    prepare_fineweb.write_json(tmp_path / "tokenizer.json", saved | dict(pat_str=pat_str))
+    encoding = prepare_fineweb.get_encoding(str(tmp_path / "tokenizer.json"))
+    monkeypatch.setattr(prepare_fineweb, "SEGMENT_CHARS", (7, 60))
+    rng = np.random.default_rng(0)
+    alphabet = [*"the  \n\t.'é1a,☃\r\xa0\x1c", "the ", "  the", "'s ", "!\n", " \n "]
+    for _ in range(300):
+        text = "".join(rng.choice(alphabet, 200)) + " x y" * 5
+        parts = list(prepare_fineweb.segments(text))
+        assert "".join(parts) == text and len(parts) > 3 and max(map(len, parts)) <= 60
+        if max(map(len, parts)) < 60:  # no cut without a place for it
+            assert sum((encoding.encode_ordinary(p) for p in parts), []) == encoding.encode_ordinary(text)
+
+
+def test_endless_lines_and_runs_of_one_character_do_not_stall(tmp_path):
+    ranks = write_ranks(tmp_path / "mine.tiktoken")
+    texts = ["before", "^" * 10**6, "a" * 2 * 10**6, " " * 10**6 + "x", "word " * 10**6, "<|endoftext|>" * 1000, "end"]
+    start = time.monotonic()
+    meta = prepare(write_corpus(tmp_path, ".jsonl", texts), tmp_path / "out", f"--tokenizer={ranks}", *TRAIN_ONLY)
+    assert time.monotonic() - start < 30
+    encoding = prepare_fineweb.get_encoding(str(tmp_path / "out/tokenizer.json"))
+    ids = np.fromfile(next(tmp_path.glob("out/*_train_*.bin")), "<u2", offset=1024)
+    pieces = np.split(ids, np.flatnonzero(ids == encoding.eot_token))[1:]
+    assert [encoding.decode(p[1:].tolist()) for p in pieces] == texts and meta["splits"]["train"]["documents"] == 7
+
+
+class Hub:
+    """A stand-in for the Hugging Face Hub on the loopback address; `trouble` lists what goes wrong, per file."""
+
+    def __init__(self, files, card, trouble=()):
+        import hashlib
+        import http.server
+        import threading
+        hub, self.requests, trouble = self, [], {name: list(what) for name, what in dict(trouble).items()}
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *_):
+                pass
+
+            def do_HEAD(self):
+                self.answer(head=True)
+
+            def do_GET(self):
+                self.answer()
+
+            def send(self, status, body=b"", head=False, **headers):
+                self.send_response(status)
+                for name, value in (headers | {"Content-Length": len(body)}).items():
+                    self.send_header(name.replace("_", "-"), str(value))
+                self.end_headers()
+                if not head:
+                    self.wfile.write(body)
+
+            def answer(self, head=False):
+                path, _, query = self.path.partition("?")
+                hub.requests.append((self.command, path))
+                if path.startswith("/api/datasets/org/set"):
+                    siblings = [dict(rfilename=name, size=len(content)) for name, content in files.items()]
+                    return self.send(200, json.dumps(dict(id="org/set", sha="a" * 40, cardData=card, tags=[],
+                                                          siblings=siblings)).encode())
+                name = path.partition("/resolve/")[2].partition("/")[2]
+                if name not in files:
+                    return self.send(404, head=head)
+                what = trouble[name].pop(0) if not head and trouble.get(name) else ""
+                if what == "fail":
+                    return self.send(500)
+                body, start, extra = files[name], 0, {}
+                if self.headers.get("Range"):
+                    start = int(self.headers["Range"][6:].split("-")[0])
+                    extra = {"Content-Range": f"bytes {start}-{len(body) - 1}/{len(body)}"}
+                tag = f'"{hashlib.sha256(body).hexdigest()}"'
+                if what == "cut":
+                    self.send(206 if start else 200, body[start:], head=True, ETag=tag, X_Repo_Commit="a" * 40, **extra)
+                    self.wfile.write(body[start:][:len(body) // 2])
+                    self.wfile.flush()
+                    self.close_connection = True
+                    return None
+                if what == "slow":
+                    time.sleep(2)
+                return self.send(206 if start else 200, body[start:], head, ETag=tag, X_Repo_Commit="a" * 40, **extra)
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        self.address = f"http://127.0.0.1:{self.server.server_port}"
+
+
+def prepare_from_hub(address, home, *args):
+    return run_script(HERE / "prepare_fineweb.py", "--source=hf:org/set", "--tokenizer=bytes", "--holdout=10",
+                      "--workers=1", *args, HF_ENDPOINT=address, HF_HOME=str(home), HF_HUB_DISABLE_XET="1")
+
+
+def test_a_dataset_of_the_hub(tmp_path):
+    texts = corpus(300)
+    files = {"README.md": b"card", "data/other.parquet": b"not asked for"}
+    for i in range(3):
+        files[f"sample/ten/{i}.parquet"] = write_corpus(tmp_path, ".parquet", texts[i::3]).read_bytes()
+    card = dict(configs=[dict(config_name="default", data_files=[dict(split="train", path="data/*")]),
+                         dict(config_name="ten", data_files=[dict(split="train", path="sample/ten/*"),
+                                                             dict(split="test", path="data/*")])])
+    hub = Hub(files, card, {"sample/ten/0.parquet": ["cut", "fail"], "sample/ten/1.parquet": ["slow"]})
+    args = hub.address, tmp_path / "home", "--config=ten", f"--out={tmp_path / 'out'}"
+    result = prepare_from_hub(*args)
+    assert result.returncode == 0, result.stderr
+    meta = json.loads((tmp_path / "out/meta.json").read_text())
+    assert sorted(all_documents(tmp_path / "out", meta)) == sorted(texts)
+    assert not any("other" in path for _, path in hub.requests) and meta["hub"]["revision"] == "a" * 40
+    done = len(hub.requests)
+    again = prepare_from_hub(*args)
+    assert "nothing to do" in again.stdout and len(hub.requests) == done  # without asking the network
+    # the cache serves a second preparation: nothing is downloaded twice
+    prepare_from_hub(*args[:3], f"--out={tmp_path / 'second'}", "--discard")
+    assert [command for command, path in hub.requests[done:] if "resolve" in path and command == "GET"] == []
+    for name in ("set_train_000000.bin", "set_val_000000.bin"):
+        assert (tmp_path / "second" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
+    assert "has no configuration 'eleven' (it has: default, ten)" in prepare_from_hub(
+        hub.address, tmp_path / "home", "--config=eleven", f"--out={tmp_path / 'x'}").stderr
+
+
+def test_no_network_is_said_quickly(tmp_path):
+    start = time.monotonic()
+    result = prepare_from_hub("http://127.0.0.1:9", tmp_path, f"--out={tmp_path / 'out'}")
+    assert result.returncode == 1 and time.monotonic() - start < 10
+    assert "copy the dataset's .parquet files into a folder and give --source=FOLDER" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_download_that_fails_for_good_can_be_continued(tmp_path):
+    texts = corpus(200)
+    files = {f"{i}.jsonl": write_corpus(tmp_path, ".jsonl", texts[i::2]).read_bytes() for i in range(2)}
+    args = tmp_path / "home", f"--out={tmp_path / 'out'}"
+    hub = Hub(files, {}, {"1.jsonl": ["fail"] * 100})
+    result = prepare_from_hub(hub.address, *args)
+    assert result.returncode == 1 and "cannot download 1.jsonl" in result.stderr and "goes on" in result.stderr
+    assert not (tmp_path / "out/meta.json").exists()
+    assert prepare_from_hub(Hub(files, {}).address, *args).returncode == 0
+    meta = json.loads((tmp_path / "out/meta.json").read_text())
+    assert sorted(all_documents(tmp_path / "out", meta)) == sorted(texts)
+
+
+def test_a_checksum_that_differs(data, tmp_path):
+    shutil.copytree(data, tmp_path / "d")
+    run_script(HERE / "prepare_fineweb.py", "--verify", f"--out={tmp_path}/d").check_returncode()
+    path = next(tmp_path.glob("d/*_val_*.bin"))
+    raw = bytearray(path.read_bytes())
+    raw[5000] ^= 1
+    path.write_bytes(raw)
+    result = run_script(HERE / "prepare_fineweb.py", "--verify", f"--out={tmp_path}/d")
+    assert result.returncode == 1 and f"{path}: damaged: its checksum is" in result.stderr
+    with pytest.raises(UserError, match="damaged: its checksum is"):
+        train.Tokens(tmp_path / "d", "val", 16, 257)
+
+
+def test_a_full_disk_leaves_whole_files_and_one_line(data, tmp_path):
+    """A limit on the size of a file stands for the disk that fills up."""
+    import resource
+    command = [sys.executable, str(HERE / "prepare_fineweb.py"), f"--source={data.parent / 'text'}",
+               f"--out={tmp_path / 'out'}", "--holdout=10", "--shard_tokens=30000", "--workers=1"]
+    result = subprocess.run(command, capture_output=True, text=True,
+                            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000)))
+    assert result.returncode == 1 and "File too large" in result.stderr and "goes on" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    subprocess.run(command, check=True, capture_output=True)
+    for path in data.glob("*.bin"):
+        assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes()
+
+
+def test_a_long_text_file_becomes_documents_cut_at_line_ends(tmp_path):
+    text = "".join(f"line {i} of a long text\n" for i in range(40_000))
+    (tmp_path / "long.txt").write_text(text)
+    meta = prepare(tmp_path / "long.txt", tmp_path / "out")
+    found = [documents(tmp_path / "out", meta, s) for s in prepare_fineweb.SPLITS]
+    assert all(found) and all(d.endswith("\n") and len(d) < 10_100 for part in found for d in part)
+    assert sorted("".join(sum(found, [])).splitlines()) == sorted(text.splitlines())
+
+
+def test_a_wrong_file_in_the_tokenizer_cache_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    (tmp_path / "r50k_base.tiktoken").write_bytes(b"half a file")
+    with pytest.raises(UserError, match="--tokenizer=r50k_base: Hash mismatch .*base.tiktoken.*TIKTOKEN_CACHE_DIR"):
+        prepare_fineweb.get_encoding("r50k_base")
+
+
+def test_the_locale_does_not_change_the_shards(data, tmp_path):
+    """The documents have accents, and a snowman."""
+    result = run_script(HERE / "prepare_fineweb.py", f"--source={data.parent / 'text'}", f"--out={tmp_path / 'ö'}",
+                        "--holdout=10", "--shard_tokens=30000", "--workers=1", PYTHONUTF8="0",
+                        PYTHONCOERCECLOCALE="0", LC_ALL="C")
+    assert result.returncode == 0, result.stderr
+    for path in data.glob("*.bin"):
+        assert path.read_bytes() == (tmp_path / "ö" / path.name).read_bytes()
+
+
+def test_a_worker_that_dies_is_said_and_idle_workers_do_no_harm(tmp_path):
+    with pytest.raises(UserError, match="a worker process died .* goes on"):
+        list(prepare_fineweb.in_order([((3,), "")], os._exit, 2, "bytes"))
+    path = write_corpus(tmp_path, ".jsonl", ["one", "two", "three"])
+    meta = prepare(path, tmp_path / "d", "--workers=4", *TRAIN_ONLY)
+    assert documents(tmp_path / "d", meta, "train") == ["one", "two", "three"]
+
+
+@pytest.mark.parametrize("kills", ordinary(3, slow=20))
+def test_preparation_killed_at_any_moment_ends_in_the_same_shards(kills, data, tmp_path):
+    rng, done, rounds = np.random.default_rng(kills), 0, 0
+
+    def start(out):  # in small chunks, the state saved behind each
+        code = (f"import sys; sys.path.insert(0, {str(HERE)!r}); import prepare_fineweb as p; p.CHUNK_CHARS = 4000; "
+                "p.SAVE_SECONDS = 0; p.main()")
+        return alone([sys.executable, "-c", code, f"--source={data.parent / 'text'}", f"--out={tmp_path / out}",
+                      "--holdout=10", "--shard_tokens=30000", f"--workers={1 + rounds % 2}"])
+    begin = time.monotonic()
+    start("whole").communicate(timeout=300)
+    length = time.monotonic() - begin
+    while done < kills or rounds == 0:
+        rounds += 1
+        while True:
+            process = start(str(rounds))
+            try:
+                text = process.communicate(timeout=None if done == kills else rng.uniform(0.2, 1) * length)[0]
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.communicate()
+                done += 1
+                continue
+            assert process.returncode == 0, text
+            break
+        for out in ("whole", str(rounds)):
+            assert json.loads((tmp_path / out / "meta.json").read_text()) == json.loads(
+                (data / "meta.json").read_text())
+            assert sorted(os.listdir(tmp_path / out)) == sorted(os.listdir(data))
+            for path in data.glob("*.bin"):
+                assert path.read_bytes() == (tmp_path / out / path.name).read_bytes()
+    print(f"{done} kills in {rounds} preparations")

@@ -1,0 +1,134 @@
+"""README, and what holds for all files: command lines, small print."""
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import eval as evaluation
+import model as model_file
+import prepare_fineweb
+import train
+from helpers import HERE, MODES, ordinary, run_script, run_training
+from model import RESIDUAL_MODES
+
+
+def test_readme_tells_the_truth():
+    readme = (HERE / "README.md").read_text(encoding="utf-8")
+    for name, row in RESIDUAL_MODES.items():
+        added = row.added.replace("*", "·")
+        expected = f"| `{name}` | {row.reads} | {row.stores} | {added} | {row.paper} | `{row.cls.__name__}` |"
+        assert expected in readme, f"README's table of modes needs this row: {expected}"
+    parsers = {"train.py": train.load_config, "eval.py": evaluation.parse_args,
+               "prepare_fineweb.py": prepare_fineweb.parse_args}
+    blocks = "".join(re.findall(r"```bash\n(.*?)```", readme, re.S))
+    commands = re.findall(r"(?:python|torchrun [^&\n]*?) (\w+\.py)(.*)", blocks)
+    assert len(commands) > 8 and {script for script, _ in commands} == {*parsers}
+    for script, argv in commands:  # every command parses
+        parsers[script](shlex.split(argv, comments=True))
+
+
+def test_the_small_print_of_the_code():
+    for path in HERE.glob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        if path.name != "test_model.py":
+            # an assertion that cannot fail; a cast that would make float64 less: at_least_fp32 says the precision
+            assert "assert True" not in text and ".float()" not in text
+            for call in re.findall(r"(?<![.\w])open\([^\n]*", text):  # text is UTF-8, whatever the system's locale
+                assert "encoding=" in call or re.search(r'"[rwa]\+?b"', call), f"{path.name}: {call}"
+    assert inspect_forward() <= 10
+
+
+def inspect_forward():
+    import inspect
+    source = inspect.getsource(model_file.GPT.forward)
+    assert not set(MODES) & set(re.findall(r"\w+", source))
+    return len(source.splitlines())
+
+
+def test_without_triton_all_works_and_without_tomllib_one_line_says_why():
+    code = f"import sys; sys.path.insert(0, {str(HERE)!r}); sys.modules[sys.argv[1]] = None; import {{}}"
+    for missing, module, message in (("triton", "kernels, model", ""), ("tomllib", "train", "Python 3.11 or newer")):
+        result = subprocess.run([sys.executable, "-c", code.format(module), missing], capture_output=True, text=True)
+        assert message in result.stderr and result.returncode == bool(message)
+        assert len(result.stderr.splitlines()) == bool(message)
+
+
+def test_commands_name_no_port_and_take_a_free_one():
+    files = [*HERE.glob("*.py"), *HERE.glob("*.md"), *HERE.glob("configs/*.toml"), *HERE.glob(".ci/*")]
+    for path in (p for p in files if p.name != Path(__file__).name):
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"2950\d|MASTER_PORT['\"]?\]? ?=|master[_-]port", text), path
+        assert text.count("torchrun --standalone --nproc") == text.count("torchrun --"), path
+
+
+# Command lines: (script and arguments; what its one line says). {d}: shards, {r}: a run, {t}: a folder for anything.
+TRAIN = "train.py --data_dir={d} --out_dir={t}/new --n_head=2 --n_embd=32 --n_layer=2 --seq_len=32 --micro_batch=2 "
+MISTAKES = [
+    ("train.py {r}/config.toml --out_dir={t}/new --vocab_size=4611686018427387902", "out of memory"),
+    ("eval.py {r} --batch=0", "--batch=0: out of range"),
+    ("prepare_fineweb.py --source={t} --out=", "--out is empty"),
+    ("kernels.py --nope", "knows --quick, --json and --model, not --nope"),
+    ("train.py {r}/config.toml", "holds a run already"),
+    ("train.py nothere.toml", "cannot read nothere.toml"),
+    ("train.py {d}/meta.json", "expected a .toml file"),
+    ("train.py --n_lyer=3", "unknown key 'n_lyer', did you mean n_layer?"),
+    ("train.py --lr", "--lr needs a value"),
+    ("train.py --lr=1e-3 extra", "'extra': expected a .toml file"),
+    ("train.py --tracker=one\ntwo", r"tracker=one\ntwo is unknown"),
+    ("train.py --n_layer=1000000000000", "n_layer=1000000000000: must be at most 10,000"),
+    ("train.py --seed=" + "9" * 5000, "must be a whole number"),
+    (TRAIN + "--tokens_per_step=100", "use --tokens_per_step=64 or --tokens_per_step=128"),
+    (TRAIN + "--tokens_per_step=128 --residual_mode=hc --route_impl=fused", "route_impl=fused: residual_mode=hc"),
+    (TRAIN + "--tokens_per_step=128 --n_ffn=4611686018427387902", "out of memory"),
+    (TRAIN + "--tokens_per_step=128 --vocab_size=100", "vocabulary of 257, more than vocab_size=100"),
+    ("train.py --data_dir={t}/nothing", "no data in {t}/nothing: prepare it"),
+    ("train.py --data_dir={t}/nothing --prepare=--sorce=x", "prepare=--sorce=x: unrecognized arguments: --sorce=x"),
+    ("eval.py", "the following arguments are required: run"),
+    ("eval.py {t}/nothing", "does not exist"),
+    ("eval.py {t}", "holds no checkpoint"),
+    ("eval.py {r}/config.toml", "not a usable checkpoint"),
+    ("eval.py {r} --splt=val", "unrecognized arguments: --splt=val"),
+    ("eval.py {r} --split=vall", "invalid choice: 'vall'"),
+    ("eval.py {r} --data_dir={t}/nothing", "no data in {t}/nothing"),
+    ("eval.py {r} --temperature=nan --prompt=x", "--temperature=nan: out of range"),
+    ("eval.py {r} --routing", "residual_mode=standard has no routes"),
+    ("eval.py study", "the following arguments are required: config"),
+    ("eval.py study {r}/config.toml --seeds=a", "--seeds=a: must be whole numbers"),
+    ("eval.py study {r}/config.toml --jobs=0", "--jobs=0: must be at least 1"),
+    ("eval.py study {r}/config.toml --modes=attnress", "did you mean attnres"),
+    ("eval.py study {r}/config.toml --modes=rd:heads=2", "unknown key 'heads'"),
+    ("prepare_fineweb.py", "the following arguments are required: --out"),
+    ("prepare_fineweb.py --source={t}/nothing --out={t}/o", "no such file or folder"),
+    ("prepare_fineweb.py --source={r}/source --out={t}/o", "no file that ends in .txt"),
+    ("prepare_fineweb.py --source= --out={t}/o", "--source is empty"),
+    ("prepare_fineweb.py --source={r}/last.pt --format=jsonl --out={t}/o", "not JSON"),
+    ("prepare_fineweb.py --source={r}/last.pt --format=txt --out={t}/o", "not valid UTF-8"),
+    ("prepare_fineweb.py --source=stdlib --out={t}/o --tokenizer=gpt5", "--tokenizer=gpt5 is unknown"),
+    ("prepare_fineweb.py --source=stdlib --out={t}/o --holdout=50", "--holdout=50: must be 1 to 49"),
+    ("prepare_fineweb.py --source=stdlib --out=/proc/nope", "cannot write to this folder"),
+    ("prepare_fineweb.py --verify --out={t}/nothing", "no data in {t}/nothing"),
+    ("kernels.py --model --fast", "not --fast")]
+
+
+@pytest.mark.parametrize("mistakes", ordinary(MISTAKES[:4], slow=MISTAKES[4:]), ids=len)
+def test_a_command_line_with_a_mistake_ends_in_one_line(mistakes, data, tmp_path):
+    run_training(data, tmp_path / "run", max_steps=1, eval_every=0)
+    train.folder_lock = None  # which this process would hold for the others to find
+    (tmp_path / "t").mkdir()
+    places, failures = dict(d=data, r=tmp_path / "run", t=tmp_path / "t"), []
+    for command, message in mistakes:
+        words = [word.format(**places) for word in command.split(" ") if word]
+        start = time.monotonic()
+        result = run_script(HERE / words[0], *words[1:], timeout=60)
+        output = [*result.stdout.splitlines(), *result.stderr.splitlines()]
+        good = result.returncode not in (0, -signal.SIGKILL) and len(result.stderr.splitlines()) == 1 and output[
+            -1].startswith(words[0]) and message.format(**places) in output[-1] and time.monotonic() - start < 30
+        if not good:
+            failures.append(f"{command[:200]!r} took {time.monotonic() - start:.0f} s, exit code {result.returncode}: "
+                            f"{output[-3:]}")
+    assert not failures, "\n".join(failures)
