@@ -564,7 +564,7 @@ def cost_of(cfg, t):
     """(throughput of a forward and backward pass, bytes kept between them), relative to `standard`."""
     if cfg.residual_mode == "standard":
         return 1.0, 1.0
-    from kernels import Clock, kept_bytes, ratio
+    from study.bench import Clock, kept_bytes, ratio
     cfg.vocab_size = cfg.vocab_size or read_meta(t.data_dir)["vocab_size"]
     models = {"standard": GPT(dataclasses.replace(cfg, residual_mode="standard", **KNOBS)), "mode": GPT(cfg)}
     idx = torch.zeros(t.micro_batch, cfg.seq_len, dtype=torch.long)

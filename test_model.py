@@ -24,6 +24,7 @@ from helpers import assert_close, copy_of, gradients, HERE, loss_of, make, MODES
 import kernels  # behind helpers, which turns on Triton's interpreter where there is no GPU
 import model as model_file
 from model import GPT, RESIDUAL_MODES, GPTConfig, KVCache, depth_mix
+from study import bench
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1092,7 +1093,7 @@ def test_fused_routing_keeps_little_for_backward():
     idx, kept = tokens(2, 64)[:, :64], {}
     for mode in ("standard", "attnres"):
         model = make(mode, dtype=torch.float32, n_layer=12, n_embd=384, n_head=6, n_kv_head=6, n_ffn=1024, seq_len=64)
-        kept[mode] = kernels.kept_bytes(model, idx, contextlib.nullcontext)
+        kept[mode] = bench.kept_bytes(model, idx, contextlib.nullcontext)
     assert 1 < kept["attnres"] / kept["standard"] <= 1.10
 
 
@@ -1167,7 +1168,7 @@ def test_bytes_follow_the_formula(name, monkeypatch):
             forward = found[0]
             x.sum().backward()
         moved = forward / 9, (found[0] - forward + gemms[0]) / 9  # the product for dq reads its source once more
-        assert moved == pytest.approx(kernels.planes_per_site(VARIANTS[name][0], 4, chunk, **VARIANTS[name][1]))
+        assert moved == pytest.approx(bench.planes_per_site(VARIANTS[name][0], 4, chunk, **VARIANTS[name][1]))
 
 
 def cells(archs, widths, heads, mix, pull):
@@ -1272,7 +1273,7 @@ def test_offsets_of_kernels_are_64_bit():
 @pytest.mark.parametrize("impl", ["reference", "fused"])
 def test_kept_memory_grows_with_the_depth_and_not_with_its_square(impl):
     models = [make("attnres", n_layer=n, n_embd=256, route_impl=impl, dtype=torch.float32) for n in (4, 8, 16)]
-    a, b, c = (kernels.kept_bytes(model, tokens()[:1, :16], contextlib.nullcontext) for model in models)
+    a, b, c = (bench.kept_bytes(model, tokens()[:1, :16], contextlib.nullcontext) for model in models)
     assert 1.8 < (c - b) / (b - a) < 2.2  # of twice the layers added; copies of what each site reads would make it 4
 
 

@@ -10,34 +10,35 @@ import pytest
 import torch
 
 import eval as evaluation
-import kernels
+
 from helpers import assert_close, flags, loss_of, make, tokens
 from model import GPTConfig
+from study import bench
 
 
 def test_benchmark(capsys, monkeypatch):
-    clock, cpu = kernels.Clock(torch.device("cpu")), torch.device("cpu")
+    clock, cpu = bench.Clock(torch.device("cpu")), torch.device("cpu")
     shape = dict(n_embd=32, n_head=2, n_kv_head=2, n_ffn=64, vocab_size=50)
-    make = functools.partial(kernels.trainer, cpu, contextlib.nullcontext, 1, 16, n_layer=2, **shape)
-    found = kernels.steps(clock, kernels.TARGETS | {"mhc": {}}, make, contextlib.nullcontext, 1e12, 0, print)
-    assert set(found["step_ratio"]) == {"standard", "mhc", *kernels.TARGETS} and found["step_ratio"]["standard"] == 1
-    kernels.passes(clock, cpu, torch.float32, 16, 32, 1e9, print)
+    make = functools.partial(bench.trainer, cpu, contextlib.nullcontext, 1, 16, n_layer=2, **shape)
+    found = bench.steps(clock, bench.TARGETS | {"mhc": {}}, make, contextlib.nullcontext, 1e12, 0, print)
+    assert set(found["step_ratio"]) == {"standard", "mhc", *bench.TARGETS} and found["step_ratio"]["standard"] == 1
+    bench.passes(clock, cpu, torch.float32, 16, 32, 1e9, print)
     e = torch.randn(1, 8, 32, requires_grad=True)
-    kernels.chains(clock, e, GPTConfig(residual_mode="attnres", n_layer=2, **shape), True, print)
-    kernels.main(["--model"])
+    bench.chains(clock, e, GPTConfig(residual_mode="attnres", n_layer=2, **shape), True, print)
+    bench.main(["--model"])
     assert "attnres" in capsys.readouterr().out
     for argv, message in ((["--fast"], "knows --quick, --json and --model, not --fast"),
                           (["--model", "--quick"], "--quick has no effect with --model")):
         with pytest.raises(SystemExit, match=message):
-            kernels.main(argv)
-    monkeypatch.setattr(kernels, "benchmark", lambda quick, say: dict(step_ratio={"standard": 1.0}, quick=quick))
-    kernels.main(["--quick", "--json"])
+            bench.main(argv)
+    monkeypatch.setattr(bench, "benchmark", lambda quick, say: dict(step_ratio={"standard": 1.0}, quick=quick))
+    bench.main(["--quick", "--json"])
     assert json.loads(capsys.readouterr().out) == dict(step_ratio={"standard": 1.0}, quick=True)
 
 
 def test_the_textbook_form_of_routing_is_the_reference():
     residual, e = make("attnres").residual, torch.randn(2, 3, 32).double()
-    assert_close(kernels.stack_and_einsum(residual.query, e), kernels.routed(residual, e, 6), 1e-12)
+    assert_close(bench.stack_and_einsum(residual.query, e), bench.routed(residual, e, 6), 1e-12)
 
 
 def test_paired_differences():
@@ -117,6 +118,6 @@ def test_operations_are_counted_as_pytorch_counts_them():
             loss_of(model, tokens(2, 64))
         matrices = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
         attention = 2 * 2 * idx.numel() * 64 * cfg.n_layer * cfg.n_head * cfg.head_dim / 2
-        counts.add(counted := kernels.flops_per_step(model, idx))
+        counts.add(counted := bench.flops_per_step(model, idx))
         assert counted == pytest.approx(3 * (matrices + attention), rel=0.02)
     assert max(counts) < 1.001 * min(counts)
