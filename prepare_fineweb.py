@@ -22,6 +22,7 @@ the source is.
 """
 import argparse
 import base64
+import errno
 import fcntl
 import glob
 import gzip
@@ -30,8 +31,10 @@ import io
 import json
 import multiprocessing
 import os
+import queue
 import re
 import shlex
+import shutil
 import signal
 import sys
 import sysconfig
@@ -43,10 +46,10 @@ import urllib.request
 import zlib
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from fnmatch import fnmatch
+from contextlib import closing, contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
 
@@ -76,19 +79,72 @@ class UserError(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage of all flags before it."""
+    """Says what is wrong in one line, with the nearest flag; `aliases` are what others call ours: {theirs: ours}."""
+
+    def __init__(self, *args, aliases=(), **options):
+        form = argparse.RawDescriptionHelpFormatter
+        super().__init__(*args, **dict(allow_abbrev=False, formatter_class=form) | options)
+        self.aliases = dict(aliases)
 
     def error(self, message):
         raise UserError(f"{message} (--help lists the flags)")
+
+    def parse_args(self, args=None, namespace=None):
+        known = {option.removeprefix("--") for action in self._actions for option in action.option_strings}
+        seen = set()
+        for arg in args if args is not None else sys.argv[1:]:
+            name = arg.partition("=")[0].removeprefix("--")
+            if not arg.startswith("--") or not name or " " in name:  # a value, or what argparse has a word for
+                continue
+            if name not in known:
+                plain = name.replace("-", "_").lower()
+                near = [self.aliases[plain]] if plain in self.aliases else get_close_matches(plain, known, 1)
+                self.error(f"unrecognized arguments: --{name}" + "".join(f", did you mean --{n}?" for n in near))
+            if name in seen:
+                self.error(f"--{name} is given twice")
+            seen.add(name)
+        return super().parse_args(args, namespace)
+
+
+def whole(text):
+    """A whole number from the command line: 1000000, 1_000_000 or 1e6."""
+    try:
+        return int(text)
+    except ValueError:
+        value = float(text)
+        if not value.is_integer():  # argparse tells the ValueError
+            raise
+        return int(value)
+
+
+def truth(text):
+    if text.lower() not in ("true", "false"):
+        raise ValueError
+    return text.lower() == "true"
+
+
+whole.__name__, truth.__name__ = "whole number", "true or false"  # in argparse's messages
 
 
 class Bad(str):
     """Why a document cannot be used."""
 
 
+class Lost(Bad):
+    """Why the rest of a file cannot be used, and how much of it there is; `unread`: in bytes."""
+
+
+class Damaged(Exception):
+    """A file that cannot be read on: (why, bytes of it that could be read, documents that it should have or None)."""
+
+
 def one_line(text):
     """Line breaks, escape sequences and the like as Python writes them: names and values may hold any character."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def counted(n, noun):
+    return f"{n:,} {noun}{'s' * (n != 1)}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -107,9 +163,9 @@ def read_header(path):
         raise UserError(f"{path}: not a token shard: it starts with {kind}, expected magic and version "
                         f"{' or '.join(map(str, FORMATS))}; {AGAIN}")
     tokens, dtype = int(header[2]), FORMATS[kind]
-    found = (size - HEADER_BYTES) / dtype.itemsize
-    if tokens != found:
-        raise UserError(f"{path}: damaged: its header promises {tokens} tokens, the file holds {found:g}; {AGAIN}")
+    if (promised := HEADER_BYTES + tokens * dtype.itemsize) != size:
+        raise UserError(f"{path}: damaged: its header promises {tokens:,} tokens, which is {promised:,} bytes, and the "
+                        f"file has {size:,}; {AGAIN}")
     return tokens, dtype
 
 
@@ -118,7 +174,7 @@ def check_shards(folder, shards, contents=True):
     for s in shards:
         path = folder / s["file"]
         if read_header(path)[0] != s["tokens"]:
-            raise UserError(f"{path}: not the shard that meta.json describes, which has {s['tokens']} tokens; {AGAIN}")
+            raise UserError(f"{path}: not the shard that meta.json describes ({s['tokens']:,} tokens); {AGAIN}")
         if contents and (crc := file_crc(path)) != s["crc32"]:
             raise UserError(f"{path}: damaged: its checksum is {crc:08x}, meta.json has {s['crc32']:08x}; {AGAIN}")
 
@@ -167,15 +223,38 @@ def is_count(value):
     return type(value) is int and 0 <= value < 2**62
 
 
-def lock_folder(folder, what):
-    """Make a folder and keep it for this process, as long as the returned file is open."""
+def lock_folder(folder, what, wait=False):
+    """Make a folder and keep it for this process, as long as the returned file is open.
+
+    If another process has it: `wait` for its end, else raise UserError. Some network file systems have no locks: then
+    there is a warning and no protection.
+    """
     Path(folder).mkdir(parents=True, exist_ok=True)
     lock = open(Path(folder) / "lock", "w", encoding="utf-8")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise UserError(f"another process is {what} {folder}: wait for it, or choose another folder") from None
+        if not wait:
+            raise UserError(f"another process is {what} {folder}: wait for it, or choose another folder") from None
+        print(f"another process is {what} {folder}: waiting until it is done (Ctrl-C ends the waiting)", flush=True)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    except OSError as e:
+        if e.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+        print(f"warning: the file system of {folder} has no locks ({e.strerror}): see to it that no other process is "
+              f"{what} this folder", file=sys.stderr, flush=True)
     return lock
+
+
+@contextmanager
+def writing(path, size):
+    """Around writing `size` bytes: an error of the disk then names the file and says what would have been needed."""
+    try:
+        yield
+    except OSError as e:
+        free = shutil.disk_usage(Path(path).parent).free
+        raise OSError(e.errno, f"{e.strerror} (up to {size:,} bytes were to be written, its disk has {free:,} free)",
+                      str(path)) from None
 
 
 class Writer:
@@ -209,11 +288,12 @@ class Writer:
         self.state["documents"] += 1
         self.state["text_bytes"] += text_bytes
         while len(ids):
-            if self.file is None:
-                self.file = open(self.path(".part"), "wb")
-                self.file.write(bytes(HEADER_BYTES))
             piece = ids[:self.shard_tokens - self.state["open_tokens"]]
-            self.file.write(piece.tobytes())
+            with writing(self.path(".part"), piece.nbytes):
+                if self.file is None:
+                    self.file = open(self.path(".part"), "wb")
+                    self.file.write(bytes(HEADER_BYTES))
+                self.file.write(piece.tobytes())
             self.state["open_crc"] = zlib.crc32(piece.tobytes(), self.state["open_crc"])
             self.state["open_tokens"] += len(piece)
             self.state["tokens"] += len(piece)
@@ -228,10 +308,11 @@ class Writer:
         header = np.zeros(HEADER_BYTES // 4, dtype="<i4")
         (magic, version), = (kind for kind, dtype in FORMATS.items() if dtype == self.dtype)
         header[:3] = magic, version, self.state["open_tokens"]
-        self.file.seek(0)
-        self.file.write(header.tobytes())
-        self.sync()
-        self.file.close()
+        with writing(self.path(".part"), io.DEFAULT_BUFFER_SIZE):
+            self.file.seek(0)
+            self.file.write(header.tobytes())
+            self.sync()
+            self.file.close()
         done = self.path(".bin")
         os.replace(self.path(".part"), done)
         self.state["shards"].append({"file": done.name, "tokens": self.state["open_tokens"],
@@ -241,8 +322,9 @@ class Writer:
 
     def sync(self):
         if self.file is not None:
-            self.file.flush()
-            os.fsync(self.file.fileno())
+            with writing(self.path(".part"), io.DEFAULT_BUFFER_SIZE):
+                self.file.flush()
+                os.fsync(self.file.fileno())
 
 
 def seal(value):
@@ -259,12 +341,17 @@ def parse_sealed(text):
 
 def write_json(path, value):
     """Replace a file at once: readers see the old content or the new, never half of it."""
-    aside = path.with_suffix(".tmp")
-    with open(aside, "w", encoding="utf-8") as f:
-        json.dump(value | {"seal": seal(value)}, f, indent=1)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(aside, path)
+    aside, text = path.with_suffix(".tmp"), json.dumps(value | {"seal": seal(value)}, indent=1)
+    with writing(path, len(text)):
+        try:
+            with open(aside, "w", encoding="utf-8") as f:
+                f.write(text)
+                f.flush()
+                os.fsync(f.fileno())
+            os.replace(aside, path)
+        except OSError:
+            aside.unlink(missing_ok=True)
+            raise
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -285,17 +372,19 @@ class Source(NamedTuple):
     def documents(self, i, skip, text_key):
         """Yield (index, where, bytes of the file read so far, text or Bad) of file i from index `skip` on."""
         name, size = self.files[i]
-        index = skip - 1
-        reader = READERS[self.kind or suffix(name)]
+        index, reader, path = skip - 1, READERS[self.kind or suffix(name)], self.fetch(i)
         try:
-            for index, *document in reader(self.fetch(i), skip, text_key):
+            for index, *document in reader(path, skip, text_key):
                 yield index, *document
             if index < 0:
                 yield 0, 1, size, Bad("empty: it holds no document")
-        except (EOFError, OSError, ValueError, zlib.error, *zstd_errors()) as e:  # pyarrow's are among these
-            if getattr(e, "errno", None) is not None:
-                raise
-            yield index + 1, "", size, Bad(f"cut short or damaged: {str(e).strip().splitlines()[0]}")
+        except Damaged as e:
+            why, read, promised = e.args
+            of = f" of {promised:,}" if promised is not None else ""
+            bytes_read = f" and {read:,} of {size:,} bytes" if size else ""
+            lost = Lost(f"cut short or damaged: {why}; {index + 1:,}{of} documents{bytes_read} could be read")
+            lost.unread = max(size - read, 0)
+            yield index + 1, "", size, lost
 
 
 def find_source(args, hub):
@@ -305,7 +394,7 @@ def find_source(args, hub):
         files = (p for p in root.rglob("*.py") if not {"site-packages", "dist-packages"} & set(p.parts))
         return local_source("stdlib", files, ".py")
     if args.source == "fineweb-edu":
-        return hub_source("HuggingFaceFW/fineweb-edu", args.config or "sample-10BT", args, hub)
+        return hub_source("HuggingFaceFW/fineweb-edu", args.config or "sample-10BT" * (not args.files), args, hub)
     if args.source.startswith("hf:"):
         return hub_source(args.source[3:], args.config, args, hub)
     kind = "." + args.format if args.format else ""
@@ -315,14 +404,21 @@ def find_source(args, hub):
     found = [Path(p) for p in glob.glob(args.source, recursive=True)] or ([path] if path.exists() else [])
     if not found:
         raise UserError(f"--source={args.source}: no such file or folder")
-    files = [f for p in found for f in walk(p)]
-    usable = [f for f in files if kind or is_text(f.name)]
+    files = [(f, p) for p in found for f in walk(p)]
+    usable = [f for f, _ in files if kind or is_text(f.name)]
     if not usable:
         raise UserError(f"--source={args.source}: no file that ends in {', '.join(SUFFIXES)} (or with .gz, .zst "
                         "behind); for other names give --format")
+    splits = split_names({str(f.relative_to(p)) for f, p in files if f != p})
+    if "train" in splits.values():  # a copy of a dataset: what it holds out must not be trained on
+        held_out = {f for f, p in files if splits.get(str(f.relative_to(p)), "train") != "train"}
+        usable = [f for f in usable if f not in held_out]
     if len(usable) < len(files):
-        left_out = sorted(set(files) - set(usable))
-        print(f"{len(left_out)} files of other kinds are left out, the first is {left_out[0]}")
+        left_out = sorted({f for f, _ in files} - set(usable))
+        print(f"left out: {counted(len(left_out), 'file')} of other kinds or of held-out splits, the first is "
+              f"{left_out[0]}")
+    if double := twins(map(str, usable)):
+        print(f"warning: {double[0]} and {double[1]} have one name: if they hold one text, it is taken twice")
     return local_source(path.name.split(".")[0] if path.exists() else "text", usable, kind)
 
 
@@ -332,61 +428,191 @@ def local_source(stem, files, kind):
 
 
 def hub_source(repo, config, args, hub):
-    """A dataset of the Hugging Face Hub: the data files that its card lists for a configuration."""
+    """The train split of a dataset of the Hugging Face Hub; each file is downloaded while the one before is read."""
     try:
         import huggingface_hub
     except ImportError:
         raise UserError(f"--source={args.source} needs huggingface_hub: pip install -r requirements-data.txt") from None
+    kind = "." + args.format if args.format else ""
     if hub is None:
-        try:
-            info = huggingface_hub.HfApi().dataset_info(repo, revision=args.revision or None, files_metadata=True,
-                                                        timeout=TIMEOUT)
-        except Exception as e:  # what is raised depends on the version of the library
-            raise UserError(f"cannot reach {repo} on the Hub ({first_line(e)}). Without network: copy the dataset's "
-                            ".parquet files into a folder and give --source=FOLDER, or use --source=stdlib") from None
-        files = choose_files(info, config, repo)
-        size = sum(n for _, n in files) / 1e6
-        print(f"{repo}, {config or 'default'}: {len(files)} files, {size:,.0f} MB to download")
-        hub = dict(revision=info.sha, files=files)
-    files, ahead, waiting = hub["files"], ThreadPoolExecutor(1), {}
+        sizes, card, revision = list_dataset(repo, args.revision)
+        files = choose_files(sizes, card, config, args.files, kind, repo)
+        print(f"{repo}, {args.files or config or 'default'}: {len(files):,} of its {len(sizes):,} files, "
+              f"{sum(size for _, size in files) / 1e6:,.0f} MB")
+        hub = dict(revision=revision, files=files)
+    files, wanted, waiting = hub["files"], queue.SimpleQueue(), {}
 
-    def download(i):
-        for pause in (1, 2, 4, 0):  # what is there already of a cut download is kept
+    def download(name):
+        return patiently(f"download {name} of {repo}", repo, lambda: huggingface_hub.hf_hub_download(
+            repo, name, repo_type="dataset", revision=hub["revision"]))
+
+    def work():
+        while True:
+            i, future = wanted.get()
             try:
-                return huggingface_hub.hf_hub_download(repo, files[i][0], repo_type="dataset", revision=hub["revision"])
-            except Exception as e:  # as above; told once the last attempt has failed
-                error = first_line(e)
-                time.sleep(pause)
-        raise UserError(f"cannot download {files[i][0]} of {repo} ({error}); the same command goes on")
+                future.set_result(download(files[i][0]))
+            except Exception as e:
+                future.set_exception(e)
 
     def fetch(i):
         """Wait for file i and start on the next; with --discard the one before is deleted."""
         for j in (i, i + 1):
             if j < len(files) and j not in waiting:
-                waiting[j] = ahead.submit(download, j)
+                waiting[j] = Future()
+                wanted.put((j, waiting[j]))
         if args.discard and i - 1 in waiting:
             os.unlink(os.path.realpath(waiting.pop(i - 1).result()))
-        return waiting[i].result()
-    return Source(repo.split("/")[-1], files, fetch, hub=hub)
+        try:
+            return waiting[i].result()
+        except Unreachable as e:
+            raise UserError(f"{e}; the same command goes on") from None
+    threading.Thread(target=work, daemon=True).start()  # a daemon: nobody waits for a file that is not needed
+    return Source(repo.split("/")[-1], files, fetch, kind, hub)
 
 
-def choose_files(info, config, repo):
-    """Names and sizes of the train files of a configuration, by the patterns in the dataset's card."""
-    configs = {c["config_name"]: c for c in (info.card_data or {}).get("configs") or []}
-    if config and config not in configs:
-        raise UserError(f"{repo} has no configuration {config!r} (it has: {', '.join(configs) or 'none'})")
-    default = next((c for c in configs.values() if c.get("default") or c["config_name"] == "default"), {})
-    entries = (configs[config] if config else default).get("data_files", "**")
-    patterns = []
-    for entry in entries if isinstance(entries, list) else [entries]:  # a pattern, or {split, path: one or several}
-        entry = entry if isinstance(entry, dict) else {"path": entry}
-        if entry.get("split", "train") == "train":
-            patterns += entry["path"] if isinstance(entry["path"], list) else [entry["path"]]
-    files = sorted([s.rfilename, s.size or 0] for s in info.siblings if is_text(s.rfilename)
-                   and any(fnmatch(s.rfilename, p.replace("**/", "*")) for p in patterns))
+class Unreachable(Exception):
+    """The Hub gave no answer, or none that helps."""
+
+
+def patiently(what, repo, ask, pauses=(1, 2, 4)):
+    """ask(), again after each pause where it fails; a rate limit is waited for. What a cut download left is kept."""
+    pauses, limited = list(pauses), 0
+    while True:
+        try:
+            return ask()
+        except Exception as e:  # what is raised depends on the version of the library
+            answer, error = getattr(e, "response", None), first_line(e)
+        status = getattr(answer, "status_code", None)
+        if status in (401, 403):
+            raise UserError(f"cannot {what}: the Hub refuses it ({status}). Is the name right? If the dataset is gated "
+                            f"or private, accept its terms on the Hub's page of {repo}, then log in with `hf auth "
+                            "login` or set HF_TOKEN")
+        if status == 404:
+            raise UserError(f"cannot {what}: the Hub has no such dataset, revision or file ({error})")
+        if status == 429 and limited < 20:
+            limited += 1
+            asked = answer.headers.get("Retry-After", "")
+            seconds = int(asked) + 1 if asked.isdigit() else 60
+            print(f"the Hub limits the number of requests: waiting {seconds:,} s, then going on to {what}",
+                  file=sys.stderr, flush=True)
+            time.sleep(seconds)
+        elif pauses:
+            time.sleep(pauses.pop(0))
+        else:
+            raise Unreachable(f"cannot {what} ({error})")
+
+
+def list_dataset(repo, revision):
+    """({file: bytes}, the card's settings, revision) from the Hub; without network what the local cache has of it."""
+    import huggingface_hub
+    try:
+        info = patiently(f"list {repo}", repo, lambda: huggingface_hub.HfApi().dataset_info(
+            repo, revision=revision or None, files_metadata=True, timeout=TIMEOUT), pauses=())
+        sizes = {s.rfilename: s.size or 0 for s in info.siblings}
+        if "README.md" in sizes:  # into the cache, where its settings can be read without network
+            patiently(f"download README.md of {repo}", repo, lambda: huggingface_hub.hf_hub_download(
+                repo, "README.md", repo_type="dataset", revision=info.sha))
+        return sizes, info.card_data, info.sha
+    except Unreachable as e:
+        try:
+            root = Path(huggingface_hub.snapshot_download(repo, repo_type="dataset", revision=revision or None,
+                                                          local_files_only=True))
+        except Exception:  # as above
+            raise UserError(f"{e}, and the cache has nothing of it. Without network: copy the dataset's .parquet files "
+                            "into a folder and give --source=FOLDER, or use --source=stdlib") from None
+        sizes = {str(f.relative_to(root)): f.stat().st_size for f in walk(root)}
+        cut = {}
+        for name in sizes:
+            if part := re.search(r"(.*)-\d{5}-of-(\d{5})", name):
+                cut[part.groups()] = cut.get(part.groups(), 0) + 1
+        for (name, of), n in cut.items():
+            if n < int(of):
+                raise UserError(f"{e}, and the cache has only {n:,} of {int(of):,} files {name}-*-of-{of}") from None
+        print(f"{e}: taking what the cache has, {len(sizes):,} files of revision {root.name}")
+        card = root / "README.md"
+        return sizes, huggingface_hub.repocard.metadata_load(card) if card.exists() else None, root.name
+
+
+# How names tell a split, as Hugging Face's datasets reads them: words between other signs than letters
+SPLIT_WORDS = dict(train="train|training", validation="validation|valid|dev|val", test="test|testing|eval|evaluation")
+
+
+def split_names(names):
+    """{file: split} of those names that tell a split: data/SPLIT-00000-of-00009, else files', else folders' names."""
+    if found := {n: m[1] for n in names if (m := re.match(r"data/(\w+)-\d{5}-of-\d{5}[^/]*$", n))}:
+        return found
+    for part in (os.path.basename, os.path.dirname):
+        found = {n: split for split, words in SPLIT_WORDS.items() for n in names
+                 if re.search(rf"(^|[-._ 0-9/])({words})([-._ 0-9/]|$)", part(n).lower())}
+        if found:
+            break
+    return found
+
+
+def twins(names):
+    """Two names that differ only in how the text is stored: likely the same text. None if there are none."""
+    seen = {}
+    for name in sorted(names):
+        stem = os.path.splitext(name.removesuffix(".gz").removesuffix(".zst"))[0]
+        if stem in seen:
+            return seen[stem], name
+        seen[stem] = name
+    return None
+
+
+def choose_files(sizes, card, config, pattern, kind, repo):
+    """[[name, bytes]] of a dataset's train split.
+
+    Which files these are is said by `pattern`, else by the card's entry for `config`, else by their names as in Hugging
+    Face's datasets. What is ambiguous is refused.
+    """
+    usable = [n for n in sizes if kind or is_text(n)]
+    name_them = "name the files that are meant: --files='FOLDER/*.parquet'"
+    try:
+        configs = {c.get("config_name", "default"): c for c in (card or {}).get("configs") or []}
+        if config and not pattern and config not in configs:
+            raise UserError(f"{repo} has no configuration {config!r} (it has: {', '.join(configs) or 'none'})")
+        standard = [c for c in configs if configs[c].get("default") or c == "default"] or list(configs)
+        if not config and not pattern and len(standard) > 1:
+            raise UserError(f"{repo} has several configurations, choose one with --config: {', '.join(configs)}")
+        entry = configs.get(config or next(iter(standard), ""), {})
+        base = (entry.get("data_dir") or "").removeprefix("./").strip("/")
+        base, entries = base and base + "/", entry.get("data_files")
+        if pattern:
+            splits = {n: "train" for n in usable if matches(pattern, n)}
+        elif entries:  # a pattern, or {split, path: one or several}, or a list of such
+            splits = {}
+            for e in entries if isinstance(entries, list) else [entries]:
+                e = e if isinstance(e, dict) else dict(path=e)
+                for path in e["path"] if isinstance(e["path"], list) else [e["path"]]:
+                    for n in usable:  # a file in two splits is held out
+                        if matches(base + path.removeprefix("./"), n) and splits.get(n, "train") == "train":
+                            splits[n] = e.get("split", "train")
+        else:
+            inside = [n.removeprefix(base) for n in usable if n.startswith(base)]
+            splits = {base + n: split for n, split in (split_names(inside) or dict.fromkeys(inside, "train")).items()}
+    except (KeyError, TypeError, AttributeError) as e:
+        raise UserError(f"{repo}: its card is not as it should be ({type(e).__name__}: {first_line(e)}); "
+                        f"{name_them}") from None
+    files = [n for n, split in splits.items() if split == "train" and not (
+        not pattern and re.match("(readme|licen[sc]e|notice|copying|citation)", os.path.basename(n).lower()))]
     if not files:
-        raise UserError(f"{repo} {config}: no {', '.join(SUFFIXES)} among its {len(info.siblings)} files")
-    return files
+        found = f"no file of a split train (it has: {', '.join(sorted(set(splits.values())))})" if splits else (
+            f"no {', '.join(SUFFIXES)} among its {len(sizes):,} files (for other names give --format)")
+        raise UserError(f"{repo} {config}: {found}; {name_them}")
+    formats = sorted({kind or suffix(n) for n in files})
+    if len(formats) > 1 or twins(files):
+        raise UserError(f"{repo} {config}: its files come in several forms ({', '.join(twins(files) or formats)}), "
+                        f"perhaps the same text twice; {name_them}")
+    return sorted([n, sizes[n]] for n in files)
+
+
+def matches(pattern, name):
+    """Like fnmatch, but only ** goes beyond a folder."""
+    signs = {"**/": "(.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    parts = re.split(r"(\*\*/|\*\*|\*|\?|\[[^]]+\])", pattern)
+    return re.fullmatch("".join(signs.get(part) or (part.replace("[!", "[^") if part[:1] == "[" and len(part) > 2 else
+                                                    re.escape(part)) for part in parts), name) is not None
 
 
 def walk(path):
@@ -421,12 +647,18 @@ def open_text(path):
     """(binary file, decompressed; function that tells how many bytes of the file on disk are read)."""
     with sys.stdin.buffer if path == "-" else open(path, "rb") as raw:
         told = raw.tell if raw.seekable() else lambda: 0
-        if path.endswith(".gz"):
-            yield gzip.open(raw, "rb"), told
-        elif path.endswith(".zst"):
-            yield io.BufferedReader(ZstdFile(raw, zstandard(path))), told
-        else:
-            yield raw, told
+        try:
+            if path.endswith(".gz"):
+                yield gzip.open(raw, "rb"), told
+            elif path.endswith(".zst"):
+                yield io.BufferedReader(ZstdFile(raw, zstandard(path))), told
+            else:
+                yield raw, told
+        except (EOFError, OSError, zlib.error, *zstd_errors()) as e:
+            if getattr(e, "errno", None) is not None:  # the disk's, not the file's
+                raise
+            late = " (what was read before may be damaged too)" * isinstance(e, gzip.BadGzipFile)  # its CRC comes last
+            raise Damaged(first_line(e) + late, told(), None) from None
 
 
 class ZstdFile(io.RawIOBase):
@@ -445,7 +677,7 @@ class ZstdFile(io.RawIOBase):
                 return 0
             if not data:
                 raise EOFError("it ends in the middle of a frame")
-            self.frame = self.frame or self.codec.ZstdDecompressor().decompressobj()
+            self.frame = self.frame or self.codec.ZstdDecompressor(max_window_size=2**31).decompressobj()
             self.out, self.left = self.frame.decompress(data), b""
             if self.frame.eof:
                 self.left, self.frame = self.frame.unused_data, None
@@ -523,23 +755,37 @@ def read_parquet(path, skip, text_key):
         import pyarrow.parquet
     except ImportError:
         raise UserError(f"{path} needs pyarrow: pip install -r requirements-data.txt") from None
-    with pyarrow.parquet.ParquetFile(path) as f:
-        if text_key not in f.schema_arrow.names:
-            names = ", ".join(f.schema_arrow.names)
-            raise UserError(f"{path} has no column {text_key!r} (it has: {names}): give --text_key")
-        index, per_row = 0, os.path.getsize(path) / max(1, f.metadata.num_rows)
-        for group in range(f.num_row_groups):
-            rows = f.metadata.row_group(group).num_rows
-            if index + rows <= skip:
-                index += rows
-                continue
-            for batch in f.iter_batches(batch_size=256, row_groups=[group], columns=[text_key]):
-                for text in batch.column(0).to_pylist():
-                    if not isinstance(text, str):
-                        text = Bad(f"{text_key} is {type(text).__name__}, not a string")
-                    if index >= skip:
-                        yield index, f"row {index}", int(index * per_row), text
-                    index += 1
+    index, total, size = 0, None, os.path.getsize(path)
+    try:
+        with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as f:
+            if text_key not in f.schema_arrow.names:
+                names = ", ".join(f.schema_arrow.names)
+                raise UserError(f"{path} has no column {text_key!r} (it has: {names}): give --text_key")
+            total = f.metadata.num_rows
+            for group in range(f.num_row_groups):
+                rows = f.metadata.row_group(group).num_rows
+                if index + rows <= skip:
+                    index += rows
+                    continue
+                for batch in f.iter_batches(batch_size=256, row_groups=[group], columns=[text_key]):
+                    for value in batch.column(0):
+                        if index >= skip:
+                            yield index, f"row {index:,}", size * index // max(1, total), parquet_text(value, text_key)
+                        index += 1
+            if index != total:
+                raise pyarrow.ArrowInvalid("its parts do not have the number of rows that its end promises")
+    except (pyarrow.ArrowException, OSError, OverflowError) as e:  # the last: counts that are no counts
+        if getattr(e, "errno", None) is not None:
+            raise
+        raise Damaged(first_line(e), size * index // max(1, total or 0), total) from None
+
+
+def parquet_text(value, text_key):
+    try:
+        text = value.as_py()
+    except UnicodeDecodeError as e:
+        return Bad(f"not valid UTF-8 ({e.reason} at byte {e.start:,})")
+    return text if isinstance(text, str) else Bad(f"{text_key} is {type(text).__name__}, not a string")
 
 
 READERS = {".py": read_python, ".txt": read_txt, ".jsonl": read_jsonl, ".parquet": read_parquet}
@@ -552,7 +798,7 @@ def check(text):
     try:
         text.encode()
     except UnicodeEncodeError as e:
-        return Bad(f"not valid UTF-8 (byte 0x{ord(text[e.start]) & 0xff:02x} after {e.start} characters)")
+        return Bad(f"not valid UTF-8 (byte 0x{ord(text[e.start]) & 0xff:02x} after {e.start:,} characters)")
     if not any(unicodedata.category(c)[0] not in "ZC" for c in text):
         return Bad("empty: nothing visible in it")
     if text.count("\0") * 4 > len(text):
@@ -571,10 +817,12 @@ def read_chunks(source, position, args):
         for index, where, done, text in source.documents(i, seen if i == first else 0, args.text_key):
             text = check(text)
             if isinstance(text, Bad):
-                text = one_line(f"{source.files[i][0]}:{where}{':' * bool(where)} {text}")
+                line = one_line(f"{source.files[i][0]}:{where}{':' * bool(where)} {text}")
                 if not args.skip_bad:
-                    raise UserError(f"{text}; mend it, or skip and count such documents with --skip_bad")
-                skipped.append(text)
+                    raise UserError(f"{line}; mend it, or " + (
+                        "go on without its rest with --skip_bad" if isinstance(text, Lost) else
+                        "skip and count such documents with --skip_bad"))
+                skipped.append((line, getattr(text, "unread", None)))
                 continue
             texts.append(text)
             chars += len(text)
@@ -717,55 +965,85 @@ def in_order(jobs, function, workers, tokenizer):
         start_worker(tokenizer)
         yield from ((function(*args), tag) for args, tag in jobs)
         return
-    with ProcessPoolExecutor(workers, initializer=start_worker, initargs=(tokenizer,)) as pool:
-        waiting = deque()  # bounded: what is read ahead stays in memory
+    others = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(workers, initializer=start_worker, initargs=(tokenizer,))
+
+    def submit(args):
+        old = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C must not hit a worker that starts
         try:
-            for args, tag in jobs:
-                waiting.append((pool.submit(function, *args), tag))
-                if len(waiting) > 2 * workers:
-                    future, tag = waiting.popleft()
-                    yield future.result(), tag
-            for future, tag in waiting:
-                yield future.result(), tag
-        except BrokenProcessPool:
-            raise UserError("a worker process died (killed, or out of memory?); the same command goes on") from None
+            return pool.submit(function, *args)
         finally:
-            pool.shutdown(cancel_futures=True)
+            signal.pthread_sigmask(signal.SIG_SETMASK, old)
+    waiting = deque()  # bounded: what is read ahead stays in memory
+    try:
+        for args, tag in jobs:
+            waiting.append((submit(args), tag))
+            if len(waiting) > 2 * workers:
+                future, tag = waiting.popleft()
+                yield future.result(), tag
+        for future, tag in waiting:
+            yield future.result(), tag
+    except BrokenProcessPool:
+        raise UserError("a worker process died (killed, or out of memory?); the same command goes on") from None
+    except BaseException:  # a mistake, Ctrl-C, or nobody wants the rest: what the workers are at is not needed
+        for worker in set(multiprocessing.active_children()) - others:
+            worker.kill()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The command
 
 
+# What other programs call these flags
+ALIASES = dict(dataset="source", dataset_name="source", dataset_path="source", data="source", input="source",
+               input_file="source", data_files="files", data_dir="out", out_dir="out", output="out", output_dir="out",
+               output_prefix="out", local_dir="out", num_proc="workers", num_workers="workers", nproc="workers",
+               subset="config", name="config", dataset_config="config", remote_name="config", encoding="tokenizer",
+               tokenizer_name="tokenizer", tokenizer_path="tokenizer", vocab="tokenizer", text_column="text_key",
+               text_field="text_key", column="text_key", json_keys="text_key", shard_size="shard_tokens",
+               val_ratio="holdout", val_size="val_tokens", test_size="test_tokens", limit="max_tokens",
+               max_samples="max_tokens", split="files")
+
+
 def parse_args(argv):
-    p = Parser("prepare_fineweb.py", description=__doc__, allow_abbrev=False,
-               formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser("prepare_fineweb.py", description=__doc__, aliases=ALIASES)
+
+    def switch(name, help):
+        p.add_argument(name, nargs="?", const=True, default=False, type=truth, metavar="true", help=help)
     p.add_argument("--source", default="fineweb-edu", help="fineweb-edu (default), hf:ORG/NAME for another dataset of "
                    "the Hub, stdlib, a file, a folder, a quoted glob, or - for standard input")
     p.add_argument("--out", required=True, help="folder for the shards and meta.json")
     p.add_argument("--tokenizer", default="", help="a tiktoken encoding (gpt2, cl100k_base, ...), the path of a rank "
                    "file, or bytes (default: gpt2 for datasets of the Hub, bytes for the rest)")
     p.add_argument("--config", default="", help="configuration of a Hub dataset (fineweb-edu: sample-10BT)")
+    p.add_argument("--files", default="", help="quoted glob: the files of a Hub dataset to take, instead of those that "
+                   "its card or their names put into its train split")
     p.add_argument("--revision", default="", help="revision of a Hub dataset (default: the newest)")
-    p.add_argument("--discard", action="store_true", help="delete each downloaded file once the next one is begun")
+    switch("--discard", "delete each downloaded file once the next one is begun")
     p.add_argument("--format", default="", choices=("txt", "jsonl", "parquet"), help="of files with other names")
     p.add_argument("--text_key", default="text", help="key of the text in .jsonl, column in .parquet (default text)")
-    p.add_argument("--shard_tokens", type=int, default=100_000_000, help="tokens per shard (default 100M)")
-    p.add_argument("--val_tokens", type=int, default=1_000_000, help="most tokens in val; 0: none (default 1M)")
-    p.add_argument("--test_tokens", type=int, default=1_000_000, help="most tokens in test; 0: none (default 1M)")
-    p.add_argument("--max_tokens", type=int, default=0, help="most tokens in train; 0: no limit (default)")
-    p.add_argument("--holdout", type=int, default=1, help="percent of documents for val, and for test (default 1)")
-    p.add_argument("--skip_bad", action="store_true", help="skip and count documents that cannot be used")
-    p.add_argument("--workers", type=int, default=0, help="processes that encode; 0: one per core (default)")
-    p.add_argument("--verify", action="store_true", help="only compare the shards in --out with their checksums")
+    p.add_argument("--shard_tokens", type=whole, default=100_000_000, help="tokens per shard (default 100M)")
+    p.add_argument("--val_tokens", type=whole, default=1_000_000, help="most tokens in val; 0: none (default 1M)")
+    p.add_argument("--test_tokens", type=whole, default=1_000_000, help="most tokens in test; 0: none (default 1M)")
+    p.add_argument("--max_tokens", type=whole, default=0, help="most tokens in train; 0: no limit (default)")
+    p.add_argument("--holdout", type=whole, default=1, help="percent of documents for val, and for test (default 1); "
+                   "decided by a hash of each text, so that of few documents it may be twice as many, or none")
+    switch("--skip_bad", "skip and count documents, and the rest of damaged files, that cannot be used")
+    p.add_argument("--workers", type=whole, default=0, help="processes that encode; 0: one per core (default)")
+    switch("--verify", "only compare the shards in --out with their checksums")
     args = p.parse_args(argv)
     for name, low, high in (("shard_tokens", 1, 2**31 - 1), ("val_tokens", 0, 2**40), ("test_tokens", 0, 2**40),
                             ("max_tokens", 0, 2**60), ("holdout", 1, 49), ("workers", 0, 1024)):
         if not low <= getattr(args, name) <= high:
-            p.error(f"--{name}={getattr(args, name)}: must be {low} to {high}")
+            p.error(f"--{name}={getattr(args, name)}: must be {low:,} to {high:,}")
     for name in ("source", "out"):
         if not getattr(args, name):  # Path("") is the current folder, which nobody means by it
             p.error(f"--{name} is empty: give a path, or . for the current folder")
+    if args.files and args.config:
+        p.error("--files names the files itself: leave out --config")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     args.workers = args.workers or cores
     if os.path.exists(args.source):
@@ -777,7 +1055,7 @@ def parse_args(argv):
 def prepare(args):
     """Lock the folder and fill it, or go on where an earlier run stopped."""
     try:
-        lock = lock_folder(args.out, "preparing")
+        lock = lock_folder(args.out, "preparing", wait=True)
     except OSError as e:
         raise UserError(f"{args.out}: cannot write to this folder ({e.strerror})") from None
     with lock:
@@ -788,7 +1066,8 @@ def fill(args):
     out, hub = Path(args.out), args.source.startswith(("fineweb-edu", "hf:"))
     args.skip_bad = args.skip_bad or args.source == "stdlib"
     # what decides the content of the shards: a folder holds one such set for its whole life
-    names = "source config revision format text_key tokenizer shard_tokens val_tokens test_tokens max_tokens holdout"
+    names = ("source config files revision format text_key tokenizer shard_tokens val_tokens test_tokens max_tokens "
+             "holdout")
     settings = {name: getattr(args, name) for name in names.split()}
     if os.path.exists(args.tokenizer):  # what is in the file counts, not where it lies
         settings["tokenizer"] = get_encoding(args.tokenizer).name
@@ -811,8 +1090,8 @@ def fill(args):
         return complete(out)
     encoder = get_encoding(args.tokenizer)
     dtype = FORMATS[20240520, 1] if encoder.n_vocab <= 2**16 else FORMATS[20240801, 7]
-    state = old or dict(settings=settings, hub=source.hub, files=len(source.files), position=[0, 0], skipped=0,
-                        skipped_first=[], splits={})
+    state = dict(settings=settings, hub=source.hub, files=len(source.files), position=[0, 0], skipped=0,
+                 skipped_first=[], lost=[], lost_bytes=0, splits={}) | (old or {})
     limits = dict(train=args.max_tokens or None, val=args.val_tokens, test=args.test_tokens)
     writers = [Writer(out, f"{source.stem}_{s}", limits[s], args.shard_tokens, dtype, state["splits"].get(s))
                for s in SPLITS]
@@ -827,32 +1106,36 @@ def fill(args):
         return sum(w.state[key] for w in writers)
 
     if old:
-        print(f"continuing in {out} behind document {total('documents')}")
+        print(f"continuing in {out} behind document {total('documents'):,}")
     save()
     none = [i for i, w in enumerate(writers) if w.limit == 0]
     jobs = (((texts, args.holdout, none, [i for i, w in enumerate(writers) if w.full], dtype), tag)
             for texts, *tag in read_chunks(source, state["position"], args))
     show, saved, before = Progress(sum(size for _, size in source.files)), time.monotonic(), total("tokens")
-    for documents, (position, done_bytes, skipped) in in_order(jobs, encode_chunk, args.workers, args.tokenizer):
-        shards = [len(w.state["shards"]) for w in writers]
-        for split, text_bytes, ids in documents:
-            writer = writers[split]
-            if writer.full:
-                writer.state["dropped"] += 1
-                continue
-            if writer.limit is not None and writer.state["tokens"] + len(ids) > writer.limit:
-                ids = ids[:writer.limit - writer.state["tokens"]]
-                text_bytes = len(encoder.decode_bytes(ids[1:].tolist()))
-            writer.add(ids, text_bytes)
-        state["position"] = position
-        state["skipped"] += len(skipped)
-        state["skipped_first"] = (state["skipped_first"] + skipped)[:20]
-        if time.monotonic() - saved > SAVE_SECONDS or shards != [len(w.state["shards"]) for w in writers]:
-            save()
-            saved = time.monotonic()
-        show(done_bytes, total("tokens") - before, total("documents"))
-        if all(w.full for w in writers):
-            break
+    with closing(in_order(jobs, encode_chunk, args.workers, args.tokenizer)) as results:
+        for documents, (position, done_bytes, skipped) in results:
+            shards = [len(w.state["shards"]) for w in writers]
+            for split, text_bytes, ids in documents:
+                writer = writers[split]
+                if writer.full:
+                    writer.state["dropped"] += 1
+                    continue
+                if writer.limit is not None and writer.state["tokens"] + len(ids) > writer.limit:
+                    ids = ids[:writer.limit - writer.state["tokens"]]
+                    text_bytes = len(encoder.decode_bytes(ids[1:].tolist()))
+                writer.add(ids, text_bytes)
+            state["position"] = position
+            bad, lost = ([s for s in skipped if (s[1] is None) == usual] for usual in (True, False))
+            state["skipped"] += len(bad)
+            state["skipped_first"] = (state["skipped_first"] + [line for line, _ in bad])[:20]
+            state["lost"] += [line for line, _ in lost]
+            state["lost_bytes"] += sum(unread for _, unread in lost)
+            if time.monotonic() - saved > SAVE_SECONDS or shards != [len(w.state["shards"]) for w in writers]:
+                save()
+                saved = time.monotonic()
+            show(done_bytes, total("tokens") - before, total("documents"))
+            if all(w.full for w in writers):
+                break
     show.end()
     for w in writers:
         w.finish()
@@ -860,12 +1143,13 @@ def fill(args):
     if empty:
         for path in (*(out / s["file"] for w in writers for s in w.state["shards"]), out / "progress.json"):
             path.unlink()
-        raise UserError(f"{total('documents')} documents are too few, none falls into {' and '.join(empty)}: raise "
-                        f"--holdout={args.holdout} (percent for val, for test), or do without: "
+        raise UserError(f"{counted(total('documents'), 'document')}: too few, none falls into {' and '.join(empty)}: "
+                        f"raise --holdout={args.holdout} (percent for val, for test), or do without: "
                         + " ".join(f"--{name}_tokens=0" for name in SPLITS[1:]))
     save()
     save_encoding(encoder, out / "tokenizer.json")
-    meta = {k: state[k] for k in ("settings", "hub", "files", "position", "input", "skipped", "skipped_first")} | dict(
+    meta = {k: state[k] for k in ("settings", "hub", "files", "position", "input", "skipped", "skipped_first", "lost",
+                                  "lost_bytes")} | dict(
         source=args.source, tokenizer=encoder.name, vocab_size=encoder.n_vocab, end_of_text=encoder.eot_token,
         splits={s: {k: w.state[k] for k in ("tokens", "documents", "text_bytes", "dropped", "shards")}
                 for s, w in zip(SPLITS, writers)})
@@ -890,7 +1174,7 @@ def read_state(out, settings):
                 left_over.unlink()
             return None
         old = state["settings"]
-        changed = [f"{k}: {old.get(k)} -> {v}" for k, v in settings.items() if old.get(k) != v]
+        changed = [f"{k}: {old[k]} -> {v}" for k, v in settings.items() if old.setdefault(k, "") != v]
         for key in ("hub", "files", "position", "input", "splits", "skipped", "skipped_first"):
             state[key]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
@@ -915,7 +1199,7 @@ def all_shards(meta):
 def verify(out):
     shards = all_shards(read_meta(out))
     check_shards(out, shards)
-    print(f"{out}: all {len(shards)} shards are as they were written")
+    print(f"{out}: {counted(len(shards), 'shard')} checked, all are as they were written")
 
 
 class Progress:
@@ -931,7 +1215,7 @@ class Progress:
         if now - self.shown < (0.5 if self.tty else 30):
             return
         self.shown, seconds = now, now - self.begin
-        line = f"{tokens / 1e6:.1f}M tokens, {tokens / seconds / 1e6:.2f}M tok/s, {documents} documents"
+        line = f"{tokens / 1e6:.1f}M tokens, {tokens / seconds / 1e6:.2f}M tok/s, {documents:,} documents"
         if done_bytes > self.first:
             left = int(seconds * (self.total - done_bytes) / (done_bytes - self.first))
             left = f"{left // 3600}:{left // 60 % 60:02d}:{left % 60:02d}"
@@ -944,13 +1228,25 @@ class Progress:
 
 
 def report(out, meta):
+    documents = sum(s["documents"] + s["dropped"] for s in meta["splits"].values())
     for name, s in meta["splits"].items():
-        dropped = f", {s['dropped']} more documents not needed" if s["dropped"] else ""
-        print(f"{name:5s} {s['tokens']:>13,} tokens  {s['documents']:>9,} documents  {s['text_bytes']:>13,} bytes  "
-              f"{len(s['shards'])} shard{'s' * (len(s['shards']) != 1)}{dropped}")
-    if meta["skipped"]:
-        print(f"skipped {meta['skipped']} documents that cannot be used, the first: {meta['skipped_first'][0]}")
-    print(f"wrote {out}: vocabulary of {meta['vocab_size']} ({meta['tokenizer']})")
+        share = (s["documents"] + s["dropped"]) / documents
+        dropped = f", {s['dropped']:,} more documents not needed" if s["dropped"] else ""
+        print(f"{name:5s} {s['tokens']:>13,} tokens  {s['documents']:>9,} documents ({share:4.0%})  "
+              f"{s['text_bytes']:>13,} bytes  {counted(len(s['shards']), 'shard')}{dropped}")
+    if documents < 1000 and meta["splits"]["val"]["documents"] + meta["splits"]["test"]["documents"]:
+        print(f"A hash of each text decides its split: of only {documents:,} documents --holdout="
+              f"{meta['settings']['holdout']} is met roughly")
+    left_out = ""
+    if meta["skipped"] and meta["source"] == "stdlib":
+        left_out = f"; {counted(meta['skipped'], 'file')} left out, empty or no text on purpose"
+    elif meta["skipped"]:
+        print(f"skipped {counted(meta['skipped'], 'document')} that cannot be used; the first: "
+              f"{meta['skipped_first'][0]}")
+    if meta["lost"]:
+        print(f"lost the rest of {counted(len(meta['lost']), 'damaged file')}, {meta['lost_bytes']:,} bytes; the "
+              f"first: {meta['lost'][0]}")
+    print(f"wrote {out}: vocabulary of {meta['vocab_size']:,} ({meta['tokenizer']}){left_out}")
 
 
 def main(argv=None):
@@ -962,7 +1258,7 @@ def main(argv=None):
     except UserError as e:
         sys.exit(f"prepare_fineweb.py: {e}")
     except OSError as e:
-        sys.exit(f"prepare_fineweb.py: {e.filename or args.out}: {e.strerror or e} (the same command goes on)")
+        sys.exit(f"prepare_fineweb.py: {e.filename or args.out}: {e.strerror or e}; the same command goes on")
     except KeyboardInterrupt:
         sys.exit("prepare_fineweb.py: interrupted; the same command goes on")
 

@@ -145,7 +145,8 @@ def shard(path, ids, magic=20240520, version=1, count=None):
 
 
 def prepare(source, out, *args):
-    prepare_fineweb.prepare(prepare_fineweb.parse_args([f"--source={source}", f"--out={out}", "--workers=1", *args]))
+    alone = [] if any(a.startswith("--workers=") for a in args) else ["--workers=1"]
+    prepare_fineweb.prepare(prepare_fineweb.parse_args([f"--source={source}", f"--out={out}", *alone, *args]))
     return json.loads((Path(out) / "meta.json").read_text(encoding="utf-8"))
 
 

@@ -225,7 +225,7 @@ class Fuzz:
     def collect(self, path, skip_bad):
         args = prepare_fineweb.parse_args([f"--source={path}", "--out=x"] + ["--skip_bad"] * skip_bad)
         chunks = list(prepare_fineweb.read_chunks(prepare_fineweb.find_source(args, None), [0, 0], args))
-        return [text for texts, *_ in chunks for text in texts], [s for *_, skipped in chunks for s in skipped]
+        return [text for texts, *_ in chunks for text in texts], [s for *_, skipped in chunks for s, _ in skipped]
 
     def compare(self, name, raw, expected):
         """`expected`: per document its text, or None where it cannot be used."""
@@ -286,6 +286,20 @@ class Fuzz:
         raw = compress(content)
         self.lay_out({f"docs.jsonl{kind}": damaged(self.rng, raw)})
         assert self.collect(self.work / f"docs.jsonl{kind}", False)[0] == [f"document {i}" for i in range(40)]
+
+    def parquet(self):
+        """Pages with checksums: damage is seen, and what is read before it is whole."""
+        import pyarrow
+        import pyarrow.parquet
+        texts, out = [f"document {i} é " * (1 + i % 5) for i in range(60)], pyarrow.BufferOutputStream()
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), out, row_group_size=20, data_page_size=300,
+                                    use_dictionary=False, write_page_checksum=True)
+        raw = out.getvalue().to_pybytes()
+        cut = len(raw) - 600 if self.rng.integers(2) else 0  # half of the faults in the footer
+        self.lay_out({"docs.parquet": raw[:cut] + damaged(self.rng, raw[cut:])})
+        found, skipped = self.collect(self.work / "docs.parquet", True)
+        assert found == texts[:len(found)] and (skipped or found == texts)
+        assert self.collect(self.work / "docs.parquet", False)[0] == texts
 
     def ranks(self):
         """A tokenizer that is accepted gives back what it encodes."""

@@ -126,7 +126,7 @@ def test_text_that_cannot_be_used(tmp_path):
     found = [d for split in prepare_fineweb.SPLITS for d in documents(tmp_path / "out", meta, split)]
     assert "with a mark\r\nand CRLF\r\n" in found
     (folder / "one.txt").write_text("only one document")
-    with pytest.raises(UserError, match="1 documents are too few, none falls into val and test.*--val_tokens=0"):
+    with pytest.raises(UserError, match="1 document: too few, none falls into val and test.*--val_tokens=0"):
         prepare(folder / "one.txt", tmp_path / "one")
     meta = prepare(folder / "one.txt", tmp_path / "one", "--val_tokens=0", "--test_tokens=0")
     assert meta["splits"]["train"]["documents"] == 1
@@ -194,7 +194,39 @@ def test_files_that_are_cut_short(kind, tmp_path):
             prepare(path, tmp_path / f"out{len(content)}", *TRAIN_ONLY)
     (tmp_path / "in/more.jsonl").write_text('{"text": "whole"}\n')
     meta = prepare(tmp_path / "in", tmp_path / "skip", "--skip_bad", *TRAIN_ONLY)
-    assert meta["skipped"] == 1 and documents(tmp_path / "skip", meta, "train") == ["whole"]
+    assert meta["skipped"] + len(meta["lost"]) == 1  # without a byte a file is empty, and nothing of it is lost
+    assert documents(tmp_path / "skip", meta, "train") == ["whole"]
+
+
+@pytest.mark.parametrize("kind", [".jsonl.gz", ".jsonl.zst", ".parquet"])
+def test_what_is_lost_of_a_damaged_file_is_counted_and_said(kind, tmp_path, capsys):
+    texts = [f"{i} " + np.random.default_rng(i).bytes(100).hex() for i in range(2000)]
+    path = write_corpus(tmp_path / "in", kind, texts)
+    raw = bytearray(path.read_bytes())
+    half = len(raw) // 2
+    raw[half:] = raw[half + 30:] if kind == ".parquet" else b""  # of .parquet a row group in the middle
+    path.write_bytes(raw)
+    with pytest.raises(UserError, match=r"cut short or damaged: .*; [\d,]+ (of 2,000 )?documents and [\d,]+ of [\d,]+ "
+                                        "bytes could be read; mend it, or go on without its rest with --skip_bad"):
+        prepare(path, tmp_path / "strict", *TRAIN_ONLY)
+    meta = prepare(path, tmp_path / "out", "--skip_bad", *TRAIN_ONLY)
+    found = documents(tmp_path / "out", meta, "train")
+    assert found == texts[:len(found)] and 100 < len(found) < 1500
+    assert meta["skipped"] == 0 and f"; {len(found):,} " in meta["lost"][0]
+    assert abs(meta["lost_bytes"] - (len(raw) - half if kind == ".parquet" else 0)) < 0.1 * len(raw)
+    printed = capsys.readouterr().out
+    assert f"lost the rest of 1 damaged file, {meta['lost_bytes']:,} bytes; the first: {path}" in printed
+    assert "skipped" not in printed
+
+
+def test_zst_files_with_a_long_window_are_read(tmp_path):
+    import zstandard
+    texts = corpus(50)
+    long = zstandard.ZstdCompressionParameters.from_level(3, window_log=31, enable_ldm=True)
+    with open(tmp_path / "docs.jsonl.zst", "wb") as f, zstandard.ZstdCompressor(
+            compression_params=long).stream_writer(f) as out:  # a stream, whose size the frame does not tell
+        out.write("".join(json.dumps(dict(text=t)) + "\n" for t in texts).encode())
+    assert documents(tmp_path / "out", prepare(tmp_path, tmp_path / "out", *TRAIN_ONLY), "train") == texts
 
 
 def test_parquet_mistakes(tmp_path):
@@ -509,3 +541,166 @@ def test_preparation_killed_at_any_moment_ends_in_the_same_shards(kills, data, t
             for path in data.glob("*.bin"):
                 assert path.read_bytes() == (tmp_path / out / path.name).read_bytes()
     print(f"{done} kills in {rounds} preparations")
+
+
+# What a dataset of the Hub is taken to consist of. `want`: the files of its train split, or what the refusal says.
+NAMES = "train-00000-of-00002 train-00001-of-00002 validation-00000-of-00001 test-00000-of-00001".split()
+SHARDED = {f"data/{name}.parquet" for name in NAMES}
+
+
+def card(*configs):
+    return dict(configs=[dict(config_name=name, **rest) for name, rest in configs])
+
+
+CARD = card(("en", dict(data_dir="en")), ("fr", dict(data_dir="./fr/", default=True)))
+TWO = {"en/a.parquet", "en/test.parquet", "en/train.parquet", "fr/a.parquet", "fr/b.parquet", "fr/old/c.parquet"}
+CHOICES = [
+    (SHARDED, None, {}, sorted(SHARDED)[1:3]),  # without a card the names tell
+    ({"train.jsonl", "dev.jsonl", "eval.jsonl", "other.jsonl"}, None, {}, ["train.jsonl"]),
+    ({"a/train/1.jsonl", "a/test/1.jsonl", "b/valid/1.jsonl"}, {}, {}, ["a/train/1.jsonl"]),
+    ({"my_train_set.jsonl", "my_test_set.jsonl"}, None, {}, ["my_train_set.jsonl"]),
+    ({"contest.jsonl", "latest.jsonl", "devil.jsonl"}, None, {}, "contest.jsonl devil.jsonl latest.jsonl".split()),
+    ({"test.jsonl", "dev.jsonl"}, None, {}, r"no file of a split train \(it has: test, validation\); name the files"),
+    ({"data/train_sft-00000-of-00001.parquet"}, None, {}, r"no file of a split train \(it has: train_sft\)"),
+    (TWO, CARD, dict(config="en"), ["en/train.parquet"]),
+    (TWO, CARD, {}, ["fr/a.parquet", "fr/b.parquet", "fr/old/c.parquet"]),
+    (TWO, CARD, dict(config="de"), r"no configuration 'de' \(it has: en, fr\)"),
+    (TWO, card(("en", {}), ("fr", {})), {}, "several configurations, choose one with --config: en, fr"),
+    (TWO, card(("fr", dict(data_files="fr/*"))), {}, ["fr/a.parquet", "fr/b.parquet"]),  # * stays in its folder
+    (TWO, card(("fr", dict(data_files="fr/**"))), {}, ["fr/a.parquet", "fr/b.parquet", "fr/old/c.parquet"]),
+    (TWO, card(("fr", dict(data_dir="fr", data_files=["a.*", "**/c.parquet"]))), {},
+     ["fr/a.parquet", "fr/old/c.parquet"]),
+    (TWO, card(("x", dict(data_files=[dict(split="train", path=["en/*"]), dict(split="test", path="en/test*")]))), {},
+     ["en/a.parquet", "en/train.parquet"]),
+    (TWO, card(("x", dict(data_files=[dict(split="train_sft", path="en/*")]))), {}, r"it has: train_sft\)"),
+    (TWO, CARD, dict(pattern="en/[!t]*"), ["en/a.parquet"]),
+    (TWO, card(("x", dict(data_files=[3]))), {}, "its card is not as it should be"),
+    ({"LICENSE.txt", "README.txt", "a.jsonl"}, None, {}, ["a.jsonl"]),
+    ({"a.txt", "a.parquet"}, None, {}, r"several forms \(a.parquet, a.txt\), perhaps the same text twice; name"),
+    ({"a.txt", "b.parquet"}, None, {}, r"several forms \(.parquet, .txt\)"),
+    ({"a.jsonl", "a.jsonl.zst"}, None, {}, r"several forms \(a.jsonl, a.jsonl.zst\)"),
+    ({"a.txt", "a.parquet"}, None, dict(pattern="*.parquet"), ["a.parquet"]),
+    ({"a.csv"}, None, {}, "no .txt, .jsonl, .parquet among its 1 files"),
+    ({"en/c4-train.1.json.gz", "en/c4-validation.1.json.gz"}, None, dict(kind=".jsonl"), ["en/c4-train.1.json.gz"])]
+
+
+@pytest.mark.parametrize("names, of_card, how, want", CHOICES)
+def test_of_a_dataset_only_the_train_split_is_taken(names, of_card, how, want):
+    call = {name: 1 for name in names}, of_card, *(how.get(k, "") for k in ("config", "pattern", "kind")), "org/set"
+    if isinstance(want, list):
+        assert prepare_fineweb.choose_files(*call) == [[name, 1] for name in want]
+    else:
+        with pytest.raises(UserError, match=want):
+            prepare_fineweb.choose_files(*call)
+
+
+def test_a_copy_of_a_dataset_keeps_its_held_out_files_out(tmp_path, capsys):
+    for name in ("train/0.txt", "train/1.txt", "test/0.txt", "notes.txt"):
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).write_text(f"text of {name}")
+    meta = prepare(tmp_path / "in", tmp_path / "out", *TRAIN_ONLY)
+    assert sorted(documents(tmp_path / "out", meta, "train")) == [
+        "text of notes.txt", "text of train/0.txt", "text of train/1.txt"]  # one's own names may tell nothing
+    assert "left out: 1 file of other kinds or of held-out splits, the first is" in capsys.readouterr().out
+    meta = prepare(tmp_path / "in/test", tmp_path / "out2", *TRAIN_ONLY)  # what is named is taken
+    assert documents(tmp_path / "out2", meta, "train") == ["text of test/0.txt"]
+    (tmp_path / "in/notes.jsonl").write_text('{"text": "notes"}')
+    prepare(tmp_path / "in/notes*", tmp_path / "out3", *TRAIN_ONLY)
+    assert "notes.jsonl and " in (out := capsys.readouterr().out) and "have one name" in out
+
+
+def flag_error(*argv):
+    with pytest.raises(UserError) as e:
+        prepare_fineweb.parse_args(list(argv))
+    return str(e.value)
+
+
+@pytest.mark.parametrize("argv, message", [
+    ("--tokeniser=gpt2 --out=x", "unrecognized arguments: --tokeniser, did you mean --tokenizer?"),
+    ("--val-tokens 5 --out x", "did you mean --val_tokens?"), ("--output_dir=x", "did you mean --out?"),
+    ("--dataset=x --out=x", "did you mean --source?"), ("--num-proc 8 --out=x", "did you mean --workers?"),
+    ("--qqqq --out=x", "unrecognized arguments: --qqqq (--help"),
+    ("my_texts --out=x", "unrecognized arguments: my_texts"),
+    ("--out=x --out=x", "--out is given twice"), ("--skip_bad --out x --skip_bad", "--skip_bad is given twice"),
+    ("--max_tokens=1.5 --out=x", "argument --max_tokens: invalid whole number value: '1.5'"),
+    ("--max_tokens=1e99 --out=x", "must be 0 to 1,152,921,504,606,846,976"),
+    ("--max_tokens=nan --out=x", "invalid whole number value: 'nan'"),
+    ("--skip_bad=maybe --out=x", "--skip_bad: invalid true"),
+    ("--max_tokens=1e999 --out=x", "invalid whole number value"),
+    ("--files=* --config=a --out=x", "leave out --config")])
+def test_a_mistaken_flag_is_answered_with_ours(argv, message):
+    assert message in flag_error(*argv.split()) and "\n" not in flag_error(*argv.split())
+
+
+def test_flags_are_taken_in_the_usual_spellings():
+    args = prepare_fineweb.parse_args(["--source", "a b", "--out=x", "--max_tokens", "1e6", "--val_tokens=2_000",
+                                       "--skip_bad=true", "--discard"])
+    assert (args.source, args.max_tokens, args.val_tokens, args.skip_bad, args.discard, args.verify) == (
+        "a b", 10**6, 2000, True, True, False)
+    assert all(ours in vars(args) for ours in prepare_fineweb.ALIASES.values())
+    assert not any(theirs in vars(args) for theirs in prepare_fineweb.ALIASES)
+
+
+def test_a_second_preparation_waits_for_the_first(data, tmp_path, capsys):
+    import threading
+    source, out = data.parent / "text", tmp_path / "d"
+    lock = prepare_fineweb.lock_folder(out, "preparing")
+    second = threading.Thread(target=prepare, args=(source, out, "--holdout=10"))
+    second.start()
+    while "waiting until it is done" not in (said := capsys.readouterr().out):
+        assert second.is_alive()
+    assert said.count("\n") == 1 and f"another process is preparing {out}" in said
+    assert not list(out.glob("*.bin"))
+    lock.close()
+    second.join()
+    assert json.loads((out / "meta.json").read_text())["splits"]["train"]["tokens"] > 0
+    prepare(source, out, "--holdout=10")
+    assert "nothing to do" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", ["ENOLCK", "EOPNOTSUPP", "ENOSYS"])
+def test_a_file_system_without_locks_works_with_one_warning(number, data, tmp_path, capsys, monkeypatch):
+    import errno
+
+    def flock(*_):
+        raise OSError(getattr(errno, number), "No locks available")
+    monkeypatch.setattr("fcntl.flock", flock)
+    prepare(data.parent / "text", tmp_path, "--holdout=10")
+    assert capsys.readouterr().err.count("warning") == 1
+    number = "EIO"
+    with pytest.raises(UserError, match="cannot write to this folder"):
+        prepare(data.parent / "text", tmp_path, "--holdout=10")
+
+
+def test_numbers_in_messages_are_whole_and_readable(tmp_path):
+    path = shard(tmp_path / "x_train_0.bin", range(1000), count=10**8)
+    with pytest.raises(UserError, match="promises 100,000,000 tokens, which is 200,001,024 bytes, .* has 3,024"):
+        prepare_fineweb.read_header(path)
+
+
+def test_a_full_disk_names_the_file_and_the_bytes(data, tmp_path, monkeypatch):
+    import errno
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError) as e:
+        prepare_fineweb.write_json(tmp_path / "meta.json", {})
+    assert e.value.filename == str(tmp_path / "meta.json") and not list(tmp_path.iterdir())  # room is made, then told
+    import re
+    assert re.fullmatch(r"No space left on device \(up to \d+ bytes were to be written, its disk has [\d,]{7,} free\)",
+                        e.value.strerror)
+    with pytest.raises(SystemExit, match=r"d/text_\w+_000000.part: No space .*; the same command goes on"):
+        monkeypatch.setattr(prepare_fineweb, "write_json", lambda *_: None)
+        prepare_fineweb.main([f"--source={data.parent / 'text'}", f"--out={tmp_path}/d", "--holdout=10", "--workers=1"])
+
+
+def test_the_standard_library_needs_no_warning(tmp_path, capsys, monkeypatch):
+    for name, content in (("a.py", b"text = 1"), ("test/bad.py", b"# \xff"), ("__init__.py", b"")):
+        (tmp_path / "lib" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "lib" / name).write_bytes(content)
+    monkeypatch.setattr("sysconfig.get_path", lambda _: tmp_path / "lib")
+    meta = prepare("stdlib", tmp_path / "d", *TRAIN_ONLY)
+    out = capsys.readouterr().out
+    assert meta["skipped"] == 2 and "skipped" not in out and "cannot" not in out
+    assert out.splitlines()[-1].endswith("of 257 (bytes); 2 files left out, empty or no text on purpose")
