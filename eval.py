@@ -5,6 +5,8 @@
     python eval.py runs/tiny-standard-seed1 --prompt="def main("      sample
     python eval.py runs/tiny-attnres-seed1 --routing                  where each site reads: tables and figures
     torchrun --standalone --nproc_per_node=8 eval.py runs/...         on several processes: the same numbers
+    python eval.py runs/tiny-standard-seed1 --export=folder           weights that transformers loads
+    python eval.py Qwen/Qwen3-0.6B --data_dir=data/val                a Hugging Face folder or Hub id for the run
     python eval.py study CONFIG --modes=attnres,rd                       train and compare modes in pairs
 
 The loss is the mean negative log-likelihood over the whole split in nats per token: every token but the first is
@@ -28,18 +30,20 @@ from pathlib import Path
 
 import torch
 
+import hub
 from model import GPT, KNOBS, AttnRes, depth_logits, span
 from prepare_fineweb import Parser, UserError, first_line, get_encoding
-from train import (Tokens, autocast, build, choose_device, choose_dtype, commit, evaluate, guard, launched,
-                   load_checkpoint, load_config, load_weights, read_meta, start_processes)
+from train import (Tokens, autocast, build_from, choose_device, choose_dtype, commit, evaluate, guard, launched,
+                   load_checkpoint, load_config, load_source, read_meta, start_processes)
 
 
 def parse_args(argv):
     p = Parser("eval.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    p.add_argument("run", help="run folder (its last.pt) or checkpoint file")
+    p.add_argument("run", help="run folder (its last.pt), checkpoint file, Hugging Face folder or Hub id")
     p.add_argument("--split", choices=("train", "val", "test"), help="default val")
     p.add_argument("--data_dir", help="folder with the token shards (default: that of the run)")
     p.add_argument("--batch", type=int, help="sequences per forward pass (default 8)")
+    p.add_argument("--seq_len", type=int, help="tokens that a prediction may look back on (default: the model's)")
     p.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
     p.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float64"))
     p.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
@@ -52,14 +56,18 @@ def parse_args(argv):
     p.add_argument("--temperature", type=float, help="0 takes the likeliest token (default 0.8)")
     p.add_argument("--top_k", type=int, help="sample among the k likeliest tokens; 0: among all (default)")
     p.add_argument("--seed", type=int, help="of the samples (default 1)")
+    p.add_argument("--export", help="write the weights to this folder; transformers loads those of standard")
+    p.add_argument("--form", choices=("huggingface", "nanodepth"), help="of --export (default: the first that fits)")
     args = p.parse_args(argv)
-    # which flags belong to which of the three tasks, with their defaults
-    tasks = {"without --prompt": {"split": "val", "batch": 8}, "with --routing": {"windows": 32, "figures": ""},
+    # which flags belong to which of the tasks, with their defaults
+    tasks = {"without --prompt": {"split": "val", "batch": 8, "seq_len": 0},
+             "with --routing": {"windows": 32, "figures": ""}, "with --export": {"form": ""},
              "with --prompt": {"tokens": 200, "samples": 1, "temperature": 0.8, "top_k": 0, "seed": 1}}
     from_zero = "temperature", "top_k", "seed"
-    active = ["with --prompt"] if args.prompt is not None else ["without --prompt"] + ["with --routing"] * args.routing
-    if args.routing and args.prompt is not None:
-        p.error("--routing has no effect with --prompt")
+    chosen = [name for name in ("export", "prompt", "routing") if getattr(args, name) not in (None, False)]
+    if len(chosen) > 1:
+        p.error(f"--{chosen[1]} has no effect with --{chosen[0]}")
+    active = [f"with --{name}" for name in chosen] + ["without --prompt"] * (chosen in ([], ["routing"]))
     for task, flags in tasks.items():
         for name, default in flags.items():
             value = getattr(args, name)
@@ -73,21 +81,18 @@ def parse_args(argv):
 
 
 def load_model(run, device, dtype):
-    """(model in eval mode, checkpoint, its path) of a run folder or a checkpoint file."""
-    path = Path(run)
-    if path.is_dir():
-        path = path / "last.pt" if (path / "last.pt").exists() else path / "best.pt"
-        if not path.exists():
-            raise UserError(f"{run} holds no checkpoint (last.pt or best.pt)")
-    saved = load_checkpoint(path)
-    model = build(saved["cfg"]).to(device, torch.float64 if dtype == torch.float64 else None)
-    load_weights(model, saved, path)
+    """(model in eval mode, checkpoint, its path) of a run, a Hugging Face folder or a Hub id."""
+    saved, path = load_source(run)
+    model = build_from(saved, path).to(device, torch.float64 if dtype == torch.float64 else None)
     return model.eval(), saved, path
 
 
 def data_folder(args, saved):
     """Of the tokens: what args name, or what the run was trained on."""
-    return args.data_dir or saved["config"]["data_dir"]
+    folder = args.data_dir or saved["config"].get("data_dir")
+    if not folder:
+        raise UserError(f"{args.run} was not trained here: give the folder of the tokens with --data_dir")
+    return folder
 
 
 def open_split(args, model, saved):
@@ -96,7 +101,9 @@ def open_split(args, model, saved):
     meta = read_meta(folder)
     if meta:
         check_tokenizer(args, saved, meta["tokenizer"])
-    return Tokens(folder, args.split, model.cfg.seq_len, model.cfg.vocab_size), meta
+    if args.seq_len > model.cfg.seq_len:
+        raise UserError(f"--seq_len={args.seq_len}: the model was made for {model.cfg.seq_len}")
+    return Tokens(folder, args.split, args.seq_len or model.cfg.seq_len, model.cfg.vocab_size), meta
 
 
 def check_tokenizer(args, saved, name):
@@ -147,7 +154,16 @@ def decode(encoding, ids):
     return b"".join(pieces).decode(errors="replace")
 
 
+def export(args):
+    saved, _ = load_source(args.run)
+    dtype = None if args.dtype == "auto" else getattr(torch, args.dtype)
+    source = saved.get("folder") or saved["config"].get("init_from")  # of the tokenizer's files
+    print("\n".join(hub.export(saved, args.export, args.form, dtype, source)))
+
+
 def run(args):
+    if args.export is not None:
+        return export(args)
     device, _ = choose_device(args.device)
     dtype, _ = choose_dtype(args.dtype, device)
     rank, world = start_processes(device)

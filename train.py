@@ -42,8 +42,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+import hub
 import prepare_fineweb
-from model import GPT, GPTConfig, require, require_choice
+from model import GPT, RESIDUAL_MODES, AttnRes, Delta, GPTConfig, require, require_choice
 from prepare_fineweb import UserError, check_shards, file_crc, first_line, lock_folder, read_header, read_meta
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -59,6 +60,7 @@ class TrainConfig:
     device: str = "auto"  # auto | cpu | cuda | mps
     dtype: str = "auto"  # compute dtype: auto | float32 | bfloat16 | float64 (float64 is for tests)
     compile: str = "auto"  # torch.compile: auto (on CUDA) | on | off; compiled runs on a CPU are not bit-reproducible
+    init_from: str = ""  # start from these weights: a run, a Hugging Face folder, or a Hub id (owner/name[@revision])
     resume: bool = False  # go on from last.pt in the run folder; starts fresh when there is none
     micro_batch: int = 8  # sequences per process in one forward pass; lower it when memory runs out
     tokens_per_step: int = 524_288  # tokens per optimizer step, over all processes and accumulated micro-batches
@@ -75,6 +77,7 @@ class TrainConfig:
     weight_decay: float = 0.1  # on matrices only
     grad_clip: float = 1.0  # largest global gradient norm; 0 = no clipping
     route_lr_mult: float = 1.0  # factor on the learning rate of the residual's parameters
+    route_first: int = 0  # steps at the start in which only the residual's parameters learn
     eval_every: int = 250  # steps between evaluations on val, and one at the end; 0 = none
     eval_tokens: int = 1_000_000  # val tokens per evaluation, spread evenly over the split, the same ones each time
     eval_at_tokens: str = ""  # further evaluations once so many tokens are trained on, for instance 1_000_000,2_000_000
@@ -86,7 +89,7 @@ class TrainConfig:
         for name in ("micro_batch", "tokens_per_step", "max_steps", "eval_tokens", "log_every"):
             require(getattr(self, name) >= 1, f"{name}={getattr(self, name)}: must be at least 1")
         for name in ("seed", "min_lr", "warmup_steps", "decay_steps", "weight_decay", "grad_clip", "route_lr_mult",
-                     "eval_every", "save_every", "adam_eps"):
+                     "route_first", "eval_every", "save_every", "adam_eps"):
             require(getattr(self, name) >= 0, f"{name}={getattr(self, name)}: must not be negative")
         require(self.lr > 0, f"lr={self.lr}: must be positive")
         require(self.min_lr <= self.lr, f"min_lr={self.min_lr} is above lr={self.lr}")
@@ -162,13 +165,34 @@ def load_config(argv):
         values |= {key: parse_value(path, key, value) for key, value in content.items()}
         stem = Path(path).stem
     values |= flags
+    mode, seed = values.get("residual_mode", "standard"), values.get("seed", 1)
+    out_dir = values.get("out_dir") or f"runs/{stem}-{mode}-seed{seed}"
+    if values.get("init_from"):
+        values = take_shape(values, Path(out_dir) / "last.pt")
     try:
         cfg, train = (cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
                       for cls in (GPTConfig, TrainConfig))
     except ValueError as e:
         raise UserError(str(e)) from None
-    train.out_dir = train.out_dir or f"runs/{stem}-{cfg.residual_mode}-seed{train.seed}"
+    train.out_dir = out_dir
+    if train.route_first and cfg.residual_mode == "standard":
+        raise UserError(f"route_first={train.route_first} has no effect in residual_mode=standard: nothing would learn")
     return cfg, train
+
+
+def take_shape(values, last):
+    """Settings completed by the shape of the model that the run starts from; one that contradicts it is an error."""
+    source = str(last) if values.get("resume") and last.exists() else values["init_from"]  # which may be gone by then
+    if hub.is_model(source):
+        old = hub.read_config(hub.locate(source))
+    else:
+        old = load_checkpoint(find_checkpoint(source))["cfg"]
+    for key in hub.SHAPE:
+        if key in values and values[key] != getattr(old, key) and (values[key] or SCHEMA[key].type is not int):
+            raise UserError(f"{key}={values[key]} contradicts {source}, which has {getattr(old, key)}: leave {key} out")
+    if values.get("init", "papers") != "papers":
+        raise UserError(f"init={values['init']} has no effect with init_from: leave one of them out")
+    return {"seq_len": old.seq_len} | values | {key: getattr(old, key) for key in hub.SHAPE}
 
 
 def parse_key(place, key):
@@ -454,6 +478,24 @@ def save_checkpoint(folder, name, content):
         raise UserError(f"cannot write {path} ({first_line(reason)}; its disk has {free:,.0f} MB free){kept}") from None
 
 
+def load_source(name):
+    """(what load_checkpoint returns, its path) of a run, a Hugging Face folder or a Hub id."""
+    if hub.is_model(name):
+        return hub.load(name), Path(name)
+    return load_checkpoint(path := find_checkpoint(name)), path
+
+
+def find_checkpoint(name):
+    """Path of the checkpoint of a run folder, or the path itself."""
+    path = Path(name)
+    if not path.is_dir():
+        return path
+    path = path / "last.pt" if (path / "last.pt").exists() else path / "best.pt"
+    if not path.exists():
+        raise UserError(f"{name} holds no checkpoint (last.pt or best.pt) and no config.json of Hugging Face")
+    return path
+
+
 def load_checkpoint(path):
     """Checkpoint on the host, as tensors and plain types only; raises UserError if the file cannot be used."""
     try:
@@ -479,17 +521,25 @@ def load_checkpoint(path):
         raise UserError(f"{path} is not a usable checkpoint ({first_line(e)})") from None
 
 
-def build(cfg):
+def build(cfg, device="cpu"):
     """GPT(cfg); what only shows while it is made, like a mode without a fused form, ends in one line too."""
     try:
-        return GPT(cfg)
+        with torch.device(device):
+            return GPT(cfg)
     except ValueError as e:
         raise UserError(str(e)) from None
 
 
-def load_weights(model, content, path):
+def build_from(content, path):
+    """GPT(content["cfg"]) on the host around the tensors of a checkpoint: nothing is drawn and nothing copied."""
+    model = build(content["cfg"], "meta")
+    load_weights(model, content, path, assign=True)
+    return model
+
+
+def load_weights(model, content, path, assign=False):
     try:
-        model.load_state_dict(content["model"])
+        model.load_state_dict(content["model"], assign=assign)
     except (RuntimeError, AttributeError) as e:
         raise UserError(f"{path} does not fit the model: {' '.join(str(e).split())[:300]}") from None
 
@@ -508,8 +558,13 @@ def train(cfg, t):
     on_first_rank(prepare_data, t)
     cfg, data, val, about_data = open_data(cfg, t)
 
-    model = build(cfg)  # made on the host, so that a seed gives the same weights on every device
-    model.init_weights(t.seed)
+    base = None  # the residual that the weights come with
+    if t.init_from and not (t.resume and os.path.lexists(Path(t.out_dir) / "last.pt")):
+        model, base = convert(cfg, t, about_data)
+        torch.manual_seed(t.seed)
+    else:
+        model = build(cfg)  # made on the host, so that a seed gives the same weights on every device
+        model.init_weights(t.seed)
     model = model.to(device, torch.float64 if dtype == torch.float64 else None)
     optimizer = make_optimizer(model, t, device)
     on_first_rank(lock_run_folder, t)
@@ -517,11 +572,14 @@ def train(cfg, t):
     check_agreement(start_facts(cfg, t, dtype, start, about_data, val, model))
     if start < t.max_steps:
         on_first_rank(describe_run, cfg, t)
+    notes = describe_conversion(cfg, t, model, base, val, data, device) if base and rank == 0 else []
     compiled = compile_model(model, t.compile, device, say)
     introduce(cfg, t, model, data, world, accumulate, say)
     say(f"device: {device} ({why_device}); dtype: {str(dtype)[6:]} ({why_dtype}); compile: {compiled}")
     if t.max_steps <= t.warmup_steps:
         say(f"warning: the warm-up of {t.warmup_steps} steps is longer than the run")
+    for note in notes:
+        say(note)
     if start >= t.max_steps:
         return say(f"{t.out_dir} is finished: {start} of {t.max_steps} steps are done; raise --max_steps to go on")
 
@@ -553,7 +611,7 @@ def train(cfg, t):
             raise UserError(f"step {step + 1}: loss {loss}, gradient norm {norm}. Stopped before the update, the saved "
                             "checkpoints are good. Lower --lr, or set --grad_clip")
         for group in optimizer.param_groups:
-            group["lr"] = t.lr_at(step) * group["lr_mult"]
+            group["lr"] = t.lr_at(step) * group["lr_mult"] * (step >= t.route_first or group["name"] == "residual")
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         seconds, done, val_loss = time.perf_counter() - began, step + 1, None
@@ -707,6 +765,32 @@ def muon_groups(model, group):
     for p in group["params"]:
         kinds.setdefault(names[p], []).append(p)
     return [group | dict(params=ps, rows=rows.get(kind, len(ps[0]))) for kind, ps in kinds.items()]
+
+
+def convert(cfg, t, about_data):
+    """(GPT(cfg) with the weights that init_from names, the residual that they come with)."""
+    saved, path = load_source(t.init_from)
+    trained, here = saved["data"].get("tokenizer"), about_data["tokenizer"]
+    if trained and here and trained != here:
+        raise UserError(f"{t.data_dir} is of the tokenizer {here}, but {t.init_from} was trained on {trained}: prepare "
+                        "the data with that one")
+    saved["model"], base = hub.convert(cfg, saved, t.init_from)
+    return build_from(saved | {"cfg": cfg}, path), base
+
+
+def describe_conversion(cfg, t, model, base, val, data, device):
+    """Lines that say how far the model is from the one that it was made of, before any training."""
+    split, mode = ("val", val) if val else ("train", data), RESIDUAL_MODES[cfg.residual_mode]
+    loss, change, most = hub.step_zero(model, base, torch.from_numpy(split[1].rows([0])).to(device))
+    lines = [f"start: {t.init_from}; on {cfg.seq_len} tokens of {split[0]}, in {str(model.gain.dtype)[6:]}: loss "
+             f"{loss:.4f}; {cfg.residual_mode} changed it by {change:+.1e} and a logit by at most {most:.1e}"]
+    if not mode.exact_start and change:
+        lines.append(f"warning: {cfg.residual_mode} does not start as the model that it is made of; mhar_delta "
+                     "--route_heads=1 reads the same sources and changes nothing at the start")
+    if t.route_lr_mult > 10 and issubclass(mode.cls, AttnRes) and not issubclass(mode.cls, Delta):
+        lines.append(f"note: route_lr_mult={t.route_lr_mult:g} is a recipe for the delta modes; {cfg.residual_mode} "
+                     "replaces the stream, and above 10 a pretrained model has been lost within 16 steps: try 1")
+    return lines
 
 
 def make_optimizer(model, t, device):

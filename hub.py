@@ -1,0 +1,314 @@
+"""Real models: Hugging Face checkpoints in and out, conversion to any residual mode. Optional, like kernels.py.
+
+    saved = load("Qwen/Qwen3-0.6B")      a folder or Hub id -> what train.load_checkpoint returns
+    export(saved, "folder")              a checkpoint -> a folder that transformers loads
+    weights, base = convert(cfg, saved)  the same tensors under another residual
+    step_zero(model, base, rows)         what that conversion changes, before any training
+
+train.py (init_from) and eval.py take a Hugging Face folder or Hub id wherever they take a run. Only safetensors are
+read. Packages: pip install -r requirements-hub.txt
+"""
+import json
+import math
+import os
+import re
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from model import GPT, KNOBS, RESIDUAL_MODES, GPTConfig
+from prepare_fineweb import UserError, first_line
+
+FAMILIES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
+# The names that decide the shape of a model, apart from seq_len and the residual's knobs
+SHAPE = ("vocab_size", "n_layer", "n_head", "n_kv_head", "head_dim", "n_embd", "n_ffn", "rope_theta", "rope_scale",
+         "norm_eps", "qk_norm", "tie_embeddings")
+LLAMA3 = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)  # those of model.rotary
+
+
+def need(package):
+    """Import an optional package, or say how to get it."""
+    try:
+        return __import__(package, fromlist=["x"])
+    except ImportError as e:
+        raise UserError(f"Hugging Face models need {package.split('.')[0]} ({first_line(e)}): pip install -r "
+                        "requirements-hub.txt") from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In
+
+
+def is_model(name):
+    """Whether a name means a Hugging Face folder or a Hub id (owner/name or owner/name@revision), not a run."""
+    name, exists = str(name), os.path.exists
+    hub_id = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?", name) and not exists(name.split("/")[0])
+    return bool(exists(os.path.join(name, "config.json")) or hub_id)
+
+
+def locate(name):
+    """Folder of a model: itself, or the local copy of what the Hub has under this id, downloaded if need be."""
+    if Path(name).is_dir():
+        return Path(name)
+    repo, _, revision = str(name).partition("@")
+    try:
+        return Path(need("huggingface_hub").snapshot_download(
+            repo, revision=revision or None, allow_patterns=["*.json", "model*.safetensors", "tokenizer*"]))
+    except UserError:
+        raise
+    except Exception as e:  # what is raised depends on the version of the library
+        raise UserError(f"{name} is neither a folder here nor a model that can be had from the Hub "
+                        f"({first_line(e)[:150]})") from None
+
+
+def read_config(folder):
+    """config.json -> GPTConfig; a UserError names what this model cannot express."""
+    path = Path(folder) / "config.json"
+    try:
+        c = json.loads(path.read_text(encoding="utf-8"))
+        if c.get("model_type") == "nanodepth":
+            return GPTConfig(**c["config"])
+        return translate(c)
+    except FileNotFoundError:
+        raise UserError(f"{folder} holds no config.json, so it is no Hugging Face model") from None
+    except KeyError as e:
+        raise UserError(f"{path} lacks {first_line(e)}") from None
+    except (ValueError, TypeError, AttributeError) as e:
+        raise UserError(f"{path}: {first_line(e)}") from None
+
+
+def translate(c):
+    """Hugging Face's config.json as a dictionary -> GPTConfig; ValueError names what cannot be expressed."""
+    family = c.get("model_type")
+    if family not in FAMILIES:
+        raise ValueError(f"model_type={family} is not among those that can be read ({', '.join(FAMILIES)})")
+    rope = (c.get("rope_scaling") or {}) | (c.get("rope_parameters") or {})  # transformers before 5, and since
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    stretched = kind == "llama3" and all(rope.get(k) == v for k, v in LLAMA3.items())
+    window = c.get("sliding_window", 4096) if family == "mistral" else c.get("use_sliding_window")
+    partial = rope.get("partial_rotary_factor") or c.get("partial_rotary_factor") or 1
+    cannot = [what for what, bad in {
+        f"rotary positions of type {kind} ({json.dumps(rope)})": kind != "default" and not stretched,
+        f"hidden_act={c.get('hidden_act')}": c.get("hidden_act", "silu") != "silu",
+        "biases": c.get("attention_bias") or c.get("mlp_bias"),
+        "a sliding window": window or {"full_attention"} != {"full_attention", *(c.get("layer_types") or [])},
+        "quantised weights": c.get("quantization_config"),
+        f"partial_rotary_factor={partial}": partial != 1}.items() if bad]
+    if cannot:
+        raise ValueError(f"this model cannot express {', '.join(cannot)}")
+    return GPTConfig(
+        vocab_size=c["vocab_size"], n_layer=c["num_hidden_layers"], n_head=c["num_attention_heads"],
+        n_kv_head=c.get("num_key_value_heads") or 0, head_dim=c.get("head_dim") or 0, n_embd=c["hidden_size"],
+        n_ffn=c["intermediate_size"], seq_len=c["max_position_embeddings"], norm_eps=c["rms_norm_eps"],
+        rope_theta=float(rope.get("rope_theta") or c.get("rope_theta") or 10000.0),
+        rope_scale=float(rope["factor"]) if stretched else 1.0, qk_norm=family == "qwen3",
+        tie_embeddings=c.get("tie_word_embeddings", False))
+
+
+def layout(cfg):
+    """(our name, [(their name, its rows)]) of every tensor: theirs, one below the other, are ours."""
+    D, F, K = cfg.n_embd, cfg.n_ffn, cfg.head_dim
+    yield "embed.weight", [("model.embed_tokens.weight", cfg.vocab_size)]  # the largest first, while memory is empty
+    if not cfg.tie_embeddings:
+        yield "head.weight", [("lm_head.weight", cfg.vocab_size)]
+    for layer in range(cfg.n_layer):
+        attn, mlp, them = f"sublayers.{2 * layer}", f"sublayers.{2 * layer + 1}", f"model.layers.{layer}"
+        heads = {"q": cfg.n_head, "k": cfg.n_kv_head, "v": cfg.n_kv_head}
+        yield f"{attn}.gain", [(f"{them}.input_layernorm.weight", D)]
+        yield f"{attn}.qkv.weight", [(f"{them}.self_attn.{p}_proj.weight", n * K) for p, n in heads.items()]
+        yield f"{attn}.out.weight", [(f"{them}.self_attn.o_proj.weight", D)]
+        if cfg.qk_norm:
+            yield f"{attn}.q_gain", [(f"{them}.self_attn.q_norm.weight", K)]
+            yield f"{attn}.k_gain", [(f"{them}.self_attn.k_norm.weight", K)]
+        yield f"{mlp}.gain", [(f"{them}.post_attention_layernorm.weight", D)]
+        yield f"{mlp}.up.weight", [(f"{them}.mlp.gate_proj.weight", F), (f"{them}.mlp.up_proj.weight", F)]
+        yield f"{mlp}.down.weight", [(f"{them}.mlp.down_proj.weight", D)]
+    yield "gain", [("model.norm.weight", D)]
+
+
+def tensor_files(folder):
+    """{name of a tensor: the file that holds it} over all shards."""
+    folder, safe_open = Path(folder), need("safetensors").safe_open
+    index, files = folder / "model.safetensors.index.json", ["model.safetensors"]
+    try:
+        if index.exists():
+            files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        out = {}
+        for file in (folder / name for name in files):
+            if not file.exists():
+                raise UserError(f"{folder} lacks {file.name} (weights are read from safetensors only)")
+            with safe_open(file, "pt") as f:
+                out |= {name: file for name in f.keys()}
+        return out
+    except UserError:
+        raise
+    except Exception as e:  # a damaged file can raise anything
+        raise UserError(f"{folder}: its safetensors cannot be read ({first_line(e)[:150]})") from None
+
+
+def load(name):
+    """A Hugging Face folder or Hub id -> what train.load_checkpoint returns, with fp32 weights under our names.
+
+    One tensor is read at a time into its place, so that the peak of memory is that of the fp32 model.
+    """
+    folder = locate(name)
+    cfg = read_config(folder)
+    files, weights, used = tensor_files(folder), {}, set()
+    with torch.device("meta"):
+        shapes = {n: p.shape for n, p in GPT(cfg).named_parameters()}
+    own = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"] == "nanodepth"
+    for ours, parts in [(n, [(n, s[0])]) for n, s in shapes.items()] if own else layout(cfg):
+        weights[ours], row = torch.empty(shapes[ours]), 0
+        for theirs, rows in parts:
+            if theirs not in files:
+                raise UserError(f"{folder} lacks the tensor {theirs}")
+            with need("safetensors").safe_open(files[theirs], "pt") as f:  # opened anew: a map's pages count as memory
+                piece = f.get_tensor(theirs)
+            if piece.shape != (rows, *shapes[ours][1:]) or not piece.is_floating_point():
+                raise UserError(f"{folder}: {theirs} is {str(piece.dtype)[6:]} {list(piece.shape)}, but config.json "
+                                f"asks for {[rows, *shapes[ours][1:]]}")
+            weights[ours][row:row + rows] = piece
+            row += rows
+            used.add(theirs)
+        if not weights[ours].isfinite().all():
+            raise UserError(f"{folder}: the weights of {parts[0][0]} are not finite")
+    unused = [n for n in files if n not in used and not n.endswith("rotary_emb.inv_freq")  # of old Llama folders
+              and not (n == "lm_head.weight" and cfg.tie_embeddings)]
+    if unused:
+        raise UserError(f"{folder} has tensors that this model has no place for: {', '.join(unused[:3])}"
+                        f"{f' and {len(unused) - 3} more' if len(unused) > 3 else ''}")
+    return dict(cfg=cfg, config=asdict(cfg), data=dict(tokenizer=""), model=weights, step=0, tokens=0, best=math.inf,
+                folder=str(folder))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Out
+
+
+TOKENIZER_FILES = ("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+                   "generation_config.json", "chat_template*")
+
+
+def export(saved, folder, form="", dtype=None, source=None):
+    """Write a checkpoint as safetensors and config.json; returns lines that say what was written.
+
+    form: huggingface (only `standard`: what transformers has a class for), nanodepth (our names, any mode; can be read
+    back by train.py and eval.py), or empty: the first that fits. source: the folder or Hub id whose tokenizer comes
+    along.
+    """
+    cfg, folder = saved["cfg"], Path(folder)
+    form = form or ("huggingface" if cfg.residual_mode == "standard" else "nanodepth")
+    if form == "huggingface" and cfg.residual_mode != "standard":
+        raise UserError(f"residual_mode={cfg.residual_mode} cannot be written in Hugging Face's form, for transformers "
+                        "has no class that computes it: use --form=nanodepth")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} exists already: choose another folder")
+    save_file = need("safetensors.torch").save_file
+    folder.mkdir(parents=True, exist_ok=True)
+    if form == "huggingface":
+        out, config = {}, describe(cfg, dtype or saved["model"]["gain"].dtype)
+        for ours, parts in layout(cfg):
+            pieces = saved["model"][ours].split([rows for _, rows in parts])
+            out |= {theirs: piece for (theirs, _), piece in zip(parts, pieces)}
+    else:
+        out, config = saved["model"], dict(model_type="nanodepth", config=asdict(cfg))
+    try:
+        save_file({k: v.detach().to("cpu", dtype).contiguous() for k, v in out.items()}, folder / "model.safetensors",
+                  {"format": "pt"})
+    except Exception as e:  # its own error for a full disk
+        raise UserError(f"cannot write {folder / 'model.safetensors'} ({first_line(e)})") from None
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    try:
+        source = locate(source) if source and is_model(source) else None
+    except UserError:
+        source = None  # gone by now
+    files = [f for pattern in TOKENIZER_FILES for f in (source.glob(pattern) if source else ())]
+    for f in files:
+        shutil.copy(f, folder)
+    what = "transformers loads it" if form == "huggingface" else "nanodepth's names, which transformers does not know"
+    return [f"{folder}: {len(out)} tensors and config.json ({what})",
+            f"tokenizer: {', '.join(f.name for f in files)}" if files else
+            "tokenizer: none is known in Hugging Face's form; put its files beside config.json"]
+
+
+def describe(cfg, dtype):
+    """GPTConfig -> config.json of transformers, with the keys of its versions before 5 and since."""
+    family = "qwen3" if cfg.qk_norm else "llama"
+    stretch = dict(rope_type="llama3", factor=cfg.rope_scale, **LLAMA3) if cfg.rope_scale != 1 else None
+    return dict(
+        architectures=[FAMILIES[family]], model_type=family, vocab_size=cfg.vocab_size, hidden_size=cfg.n_embd,
+        intermediate_size=cfg.n_ffn, num_hidden_layers=cfg.n_layer, num_attention_heads=cfg.n_head,
+        num_key_value_heads=cfg.n_kv_head, head_dim=cfg.head_dim, max_position_embeddings=cfg.seq_len,
+        rms_norm_eps=cfg.norm_eps, rope_theta=cfg.rope_theta, rope_scaling=stretch,
+        rope_parameters=(stretch or dict(rope_type="default")) | dict(rope_theta=cfg.rope_theta), hidden_act="silu",
+        attention_bias=False, mlp_bias=False, tie_word_embeddings=cfg.tie_embeddings, torch_dtype=str(dtype)[6:],
+        bos_token_id=None, eos_token_id=None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Conversion
+
+
+def same_residual(a, b):
+    return a.residual_mode == b.residual_mode and all(a.knob(k) == b.knob(k) for k in KNOBS)
+
+
+def make_residual(cfg):
+    """A residual on the host with its start values."""
+    residual = RESIDUAL_MODES[cfg.residual_mode].cls(cfg)
+    with torch.no_grad():
+        residual.init_weights()
+    return residual
+
+
+def convert(cfg, saved, name):
+    """(state dict of GPT(cfg) made of a checkpoint's tensors, the residual that the checkpoint has).
+
+    `standard` becomes any mode, with the start values of that mode; any mode goes on as itself; attnres_block becomes
+    rd with its queries in both routes, which changes nothing.
+    """
+    old, prefix = saved["cfg"], "residual."
+    base, new = make_residual(old), make_residual(cfg)
+    weights = {k: v for k, v in saved["model"].items() if not k.startswith(prefix)}
+    theirs = {k.removeprefix(prefix): v for k, v in saved["model"].items() if k.startswith(prefix)}
+    try:
+        base.load_state_dict(theirs)
+    except RuntimeError as e:
+        raise UserError(f"{name} does not fit its configuration: {' '.join(str(e).split())[:300]}") from None
+    if same_residual(cfg, old):
+        new = base
+    elif (old.residual_mode, cfg.residual_mode) == ("attnres_block", "rd") and cfg.rd_control == "none":
+        for knob in ("depth_block", "route_heads"):
+            if cfg.knob(knob) != old.knob(knob):
+                raise UserError(f"{knob}={cfg.knob(knob)}: rd made of {name} needs its {knob}={old.knob(knob)}")
+        new.load_state_dict({k: theirs[k.removesuffix("_v")] for k in new.state_dict()})
+    elif old.residual_mode != "standard":
+        raise UserError(f"{name} is {old.residual_mode} and cannot become {cfg.residual_mode} with these settings: "
+                        "only a standard model is converted, another goes on with its own mode and settings")
+    return weights | {prefix + k: v for k, v in new.state_dict().items()}, base
+
+
+@torch.no_grad()
+def step_zero(model, base, rows):
+    """What a conversion changes: (loss of `model` in nats, its change, largest change of a logit) on tokens (1, T + 1).
+
+    The model is run twice, with its own residual and with `base`; in the precision of its weights, without autocast,
+    for bfloat16 alone moves a logit by 1.
+    """
+    new, trunks = model.residual, []
+    try:
+        for residual in (base.to(model.gain), new):
+            model.residual = residual
+            trunks.append(model.trunk(rows[:, :-1])[0])
+    finally:
+        model.residual = new
+    nll, most = torch.zeros(2, dtype=torch.float64), 0.0
+    for *h, y in zip(*(t.split(256) for t in (*trunks, rows[0, 1:]))):  # never all logits at once
+        logits = [model.logits(part) for part in h]
+        nll += torch.tensor([F.cross_entropy(z, y, reduction="sum").item() for z in logits], dtype=torch.float64)
+        most = max(most, (logits[1] - logits[0]).abs().max().item())
+    before, after = (nll / (rows.shape[1] - 1)).tolist()
+    return after, after - before, most

@@ -1,0 +1,413 @@
+"""hub.py: real models in and out, conversion, fine-tuning from them. The oracle is transformers (requirements-dev)."""
+import copy
+import json
+import os
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import eval as evaluation
+import hub
+import train
+from helpers import flags, make, read_log, run_training, same_weights
+from model import RESIDUAL_MODES, GPTConfig
+from prepare_fineweb import UserError
+
+os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
+safetensors = pytest.importorskip("safetensors.torch", reason="pip install -r requirements-hub.txt")
+SHAPES = {  # family, heads, key and value heads, head_dim, theta, epsilon, tied; None: width / heads
+    "qwen3 tied, GQA, wide heads": ("qwen3", 4, 2, 32, 1e6, 1e-6, True),
+    "qwen3 untied, one kv head": ("qwen3", 8, 1, 16, 5e6, 1e-6, False),
+    "qwen3 untied, MHA": ("qwen3", 4, 4, 16, 1e4, 1e-6, False),
+    "llama untied, GQA": ("llama", 4, 2, None, 5e5, 1e-5, False),
+    "llama tied, one kv head, odd heads": ("llama", 4, 1, 24, 1e5, 1e-5, True),
+    "mistral without a window": ("mistral", 4, 2, 16, 1e6, 1e-5, False)}
+
+
+def model_of(folder, dtype=torch.float32):
+    return train.build_from(hub.load(folder), folder).to(dtype).eval()
+
+
+def theirs(name, style="random", layers=4, vocab=131, **changes):
+    """A model of transformers. trained-like: gains far from 1, large projections, channels that outgrow all others."""
+    t = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt")
+    family, heads, kv, head_dim, theta, eps, tied = SHAPES[name]
+    prefix = {"qwen3": "Qwen3", "llama": "Llama", "mistral": "Mistral"}[family]
+    config = getattr(t, f"{prefix}Config")(**dict(
+        vocab_size=vocab, hidden_size=64, intermediate_size=160, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=kv, head_dim=head_dim or 64 // heads, rms_norm_eps=eps, tie_word_embeddings=tied,
+        max_position_embeddings=16384, rope_parameters=dict(rope_type="default", rope_theta=theta), bos_token_id=None,
+        eos_token_id=None, **({"sliding_window": None} if family == "mistral" else {})) | changes)
+    torch.manual_seed(3)
+    model, g = getattr(t, f"{prefix}ForCausalLM")(config).eval(), torch.Generator().manual_seed(1)
+    for n, p in model.named_parameters() if style != "random" else ():
+        if p.dim() == 1:
+            p.data = torch.rand(p.shape, generator=g) * 2 + 0.05
+            p.data[torch.randint(len(p), (max(1, len(p) // 32),), generator=g)] *= 8
+        else:
+            p.data *= 4
+            if n.endswith(("o_proj.weight", "down_proj.weight")):
+                p.data[torch.randint(len(p), (2,), generator=g)] *= 30
+    return model
+
+
+def in_fp64(model):
+    """A copy of a model of transformers that computes in fp64; theirs norms and rotates in fp32 whatever it is told."""
+    model = copy.deepcopy(model).double()
+    theta, K = model.config.rope_parameters["rope_theta"], model.config.head_dim
+
+    def norm(self, x):
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+
+    def rope(x, position_ids):
+        angle = position_ids[..., None].double() / theta ** (torch.arange(0, K, 2, dtype=torch.float64) / K)
+        return tuple(f(torch.cat([angle, angle], -1)) for f in (torch.cos, torch.sin))
+    for m in model.modules():
+        if type(m).__name__.endswith("RMSNorm"):
+            m.forward = norm.__get__(m)
+        if type(m).__name__.endswith("RotaryEmbedding"):
+            m.forward = rope
+    return model
+
+
+def far(a, b):
+    return (a - b).abs().max().item()
+
+
+def ids(*shape, vocab=131, seed=0):
+    return torch.randint(vocab, shape, generator=torch.Generator().manual_seed(seed))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In and out, against transformers
+
+
+@pytest.mark.slow
+@torch.no_grad()
+@pytest.mark.parametrize("style", ["random", "trained-like"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_import_and_export_agree_with_transformers(name, style, tmp_path):
+    model, idx = theirs(name, style), ids(2, 256)
+    model.save_pretrained(tmp_path / "hf")
+    ours, a = model_of(tmp_path / "hf"), model(idx).logits
+    true = in_fp64(model)(idx).logits
+    assert far(true, model_of(tmp_path / "hf", torch.float64)(idx)[0]) < 1e-11
+    assert far(a, ours(idx)[0]) <= (1e-5 if style == "random" else 3 * far(a, true))
+    long = ids(1, 4096)
+    far_at_4096 = far(model(long).logits, ours(long)[0])
+    assert far_at_4096 <= (1e-5 if style == "random" else 3 * far(model(long).logits, in_fp64(model)(long).logits))
+    greedy = model.generate(idx[:, :16], max_new_tokens=64, do_sample=False, pad_token_id=0, eos_token_id=None)
+    assert torch.equal(greedy, ours.generate(idx[:, :16], 64, temperature=0))
+
+    hub.export(hub.load(tmp_path / "hf"), tmp_path / "back")
+    back = type(model).from_pretrained(tmp_path / "back").eval() if "mistral" not in name else None
+    if back is not None:
+        assert all(torch.equal(v, back.state_dict()[k]) for k, v in model.state_dict().items())
+        assert torch.equal(a, back(idx).logits)
+    again = hub.load(tmp_path / "back")["model"]
+    assert all(torch.equal(v, again[k]) for k, v in hub.load(tmp_path / "hf")["model"].items())
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_model_of_transformers_in_bf16_shards_and_back(tmp_path):
+    name = "qwen3 tied, GQA, wide heads"
+    model, idx = theirs(name, "trained-like", layers=2).to(torch.bfloat16), ids(1, 40)
+    model.save_pretrained(tmp_path / "hf", max_shard_size="60KB")
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 3
+    ours, model = model_of(tmp_path / "hf"), type(model).from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
+    assert ours.embed.weight.dtype == torch.float32
+    assert far(model(idx).logits, ours(idx)[0]) <= 3 * far(model(idx).logits, in_fp64(model)(idx).logits)
+    hub.export(hub.load(tmp_path / "hf"), tmp_path / "back")
+    back = type(model).from_pretrained(tmp_path / "back").eval()
+    assert torch.equal(back(idx).logits, model(idx).logits)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+@pytest.mark.parametrize("T", [64, 1024, 9000])
+def test_llama3_rotary_scaling(T, tmp_path):
+    rope = dict(rope_type="llama3", rope_theta=5e5, factor=8.0, **hub.LLAMA3)
+    model, idx = theirs("llama untied, GQA", layers=2, rope_parameters=rope), ids(1, T)
+    for p in model.parameters():
+        p.mul_(4 if p.dim() > 1 else 1)
+    model.save_pretrained(tmp_path / "hf")
+    ours, a = model_of(tmp_path / "hf"), model(idx).logits
+    assert ours.cfg.rope_scale == 8 and far(a, ours(idx)[0]) < 1e-5
+    ours.cfg.rope_scale = 1.0
+    assert far(a, ours(idx)[0]) > 1e-3  # the test can fail
+    hub.export(hub.load(tmp_path / "hf"), tmp_path / "back")
+    assert torch.equal(a, type(model).from_pretrained(tmp_path / "back").eval()(idx).logits)
+
+
+def own(folder, mode="standard", **changes):
+    """An own model as a folder of safetensors, and its checkpoint; standard: in Hugging Face's form."""
+    model = make(mode, dtype=torch.float32, **changes)
+    saved = dict(cfg=model.cfg, model=dict(model.state_dict()), config={}, data={})
+    hub.export(saved, folder)
+    return model.eval(), saved
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mode, changes", [
+    ("standard", {}), ("standard", dict(qk_norm=False, tie_embeddings=False)), ("standard", dict(rope_scale=32.0)),
+    ("rd", {}), ("mhar_delta", {}), ("hc", dict(dynamic_gates=True))])
+def test_what_is_exported_is_read_back_bit_equal(mode, changes, tmp_path):
+    model, saved = own(tmp_path / "out", mode, **changes)
+    again = hub.load(tmp_path / "out")
+    assert again["cfg"] == saved["cfg"]
+    assert again["model"].keys() == saved["model"].keys()
+    assert all(torch.equal(v, again["model"][k]) for k, v in saved["model"].items())
+    assert torch.equal(model(ids(1, 9, vocab=61))[0], model_of(tmp_path / "out")(ids(1, 9, vocab=61))[0])
+    with pytest.raises(UserError, match="exists already"):
+        hub.export(saved, tmp_path / "out")
+
+
+def test_other_modes_are_refused_in_the_form_of_hugging_face(tmp_path):
+    model = make("rd", dtype=torch.float32)
+    with pytest.raises(UserError, match="residual_mode=rd cannot be written in Hugging Face's form"):
+        hub.export(dict(cfg=model.cfg, model=dict(model.state_dict())), tmp_path / "out", "huggingface")
+    assert not (tmp_path / "out").exists()
+
+
+# What cannot be expressed: (change of config.json, change of the tensors, what the message says)
+REFUSED = {
+    "yarn": (dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e6, factor=4)), None, "positions of type yarn"),
+    "llama3 of another length": (dict(rope_parameters=None, rope_theta=5e5, rope_scaling=dict(
+        rope_type="llama3", factor=8.0) | hub.LLAMA3 | dict(original_max_position_embeddings=4096)), None, "llama3"),
+    "bias": (dict(attention_bias=True), None, "biases"),
+    "gelu": (dict(hidden_act="gelu"), None, "hidden_act=gelu"),
+    "gemma": (dict(model_type="gemma3_text"), None, "model_type=gemma3_text"),
+    "qwen2": (dict(model_type="qwen2"), None, "model_type=qwen2"),
+    "mistral's window": (dict(model_type="mistral", sliding_window=4096), None, "a sliding window"),
+    "windows in layers": (dict(layer_types=["sliding_attention"] * 3), None, "a sliding window"),
+    "quantised": (dict(quantization_config=dict(bits=4)), None, "quantised weights"),
+    "missing": ({}, lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), "lacks the tensor .*1.mlp.up_proj"),
+    "extra": ({}, lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(3)}), "no place .*bias"),
+    "shape": ({}, lambda t: t.update({"model.norm.weight": torch.zeros(3)}), r"norm.weight is .* \[3\], .* \[32\]"),
+    "vocabulary": (dict(vocab_size=62), None, r"embed_tokens.weight is float32 \[61, 32\], .* \[62, 32\]"),
+    "whole numbers": ({}, lambda t: t.update({"model.norm.weight": torch.zeros(32, dtype=torch.int8)}), "int8"),
+    "not finite": ({}, lambda t: t["model.norm.weight"].fill_(torch.nan), "model.norm.weight are not finite"),
+    "no width": (dict(hidden_size=None), None, "config.json"),
+    "no heads": (dict(num_attention_heads="x"), None, "config.json")}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_expressed_is_refused_in_one_line(case, tmp_path):
+    own(tmp_path / "hf")
+    change, touch, message = REFUSED[case]
+    path, file = tmp_path / "hf/config.json", tmp_path / "hf/model.safetensors"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    if touch:
+        t = safetensors.load_file(file)
+        touch(t)
+        safetensors.save_file(t, file)
+    with pytest.raises(UserError, match=message) as e:
+        hub.load(tmp_path / "hf")
+    assert "\n" not in str(e.value)
+
+
+def test_both_keys_of_the_rotary_base_are_read(tmp_path):
+    own(tmp_path / "hf", rope_theta=123456.0)
+    path = tmp_path / "hf/config.json"
+    both = json.loads(path.read_text())
+    for gone in ("rope_theta", "rope_parameters"):
+        path.write_text(json.dumps({k: v for k, v in both.items() if k != gone}))
+        assert hub.read_config(tmp_path / "hf").rope_theta == 123456.0
+
+
+def test_damaged_and_lacking_files_end_in_one_line(tmp_path):
+    own(tmp_path / "hf")
+    file = tmp_path / "hf/model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:200])
+    with pytest.raises(UserError, match="cannot be read"):
+        hub.load(tmp_path / "hf")
+    file.rename(tmp_path / "hf/pytorch_model.bin")
+    with pytest.raises(UserError, match="lacks model.safetensors .*safetensors only"):
+        hub.load(tmp_path / "hf")
+    (tmp_path / "hf/config.json").write_text("{")
+    with pytest.raises(UserError, match="config.json: "):
+        hub.load(tmp_path / "hf")
+
+
+def test_tensors_that_old_and_tied_folders_carry_are_left_aside(tmp_path):
+    own(tmp_path / "hf")
+    t = safetensors.load_file(tmp_path / "hf/model.safetensors")
+    t |= {"lm_head.weight": torch.ones(61, 32), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    safetensors.save_file(t, tmp_path / "hf/model.safetensors")
+    hub.load(tmp_path / "hf")
+
+
+def test_a_hub_id_is_downloaded_with_its_revision(tmp_path, monkeypatch):
+    own(tmp_path / "hf")
+    asked = []
+
+    def snapshot_download(repo, revision=None, allow_patterns=None):
+        asked.append((repo, revision))
+        if repo == "no/such":
+            raise OSError("no network")
+        return str(tmp_path / "hf")
+    monkeypatch.setattr(hub, "need", lambda name, need=hub.need: SimpleNamespace(
+        snapshot_download=snapshot_download) if name == "huggingface_hub" else need(name))
+    assert hub.load("some-one/a.model@main")["cfg"].n_embd == 32 and asked == [("some-one/a.model", "main")]
+    with pytest.raises(UserError, match="neither a folder here nor a model that can be had from the Hub .no network"):
+        hub.load("no/such")
+    assert hub.is_model("Qwen/Qwen3-0.6B") and not hub.is_model(str(tmp_path)) and not hub.is_model("tests/nothing")
+
+
+def test_a_missing_package_is_named_with_its_pip_line(monkeypatch):
+    with pytest.raises(UserError, match="need no_such_package .*pip install -r requirements-hub.txt"):
+        hub.need("no_such_package")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Wherever a run may stand: evaluation, samples, routing, training
+
+
+BYTES = dict(vocab_size=257, seq_len=32, n_layer=2)  # fits the fixture's data
+GIVEN = "n_layer", "n_head", "n_embd", "n_ffn", "seq_len"  # what helpers.flags gives and a checkpoint knows
+
+
+def start(data, out, source, **settings):
+    """A run from a checkpoint, whose shape is not given; returns its log."""
+    cfg, t = train.load_config([f for f in flags(data, out, init_from=source, dtype="float32", **settings)
+                                if f[2:].partition("=")[0] not in GIVEN or f[2:].partition("=")[0] in settings])
+    train.train(cfg, t)
+    return read_log(out)
+
+
+def first_line_of_start(capsys):
+    return next(line for line in capsys.readouterr().out.splitlines() if line.startswith("start: "))
+
+
+def test_a_folder_of_hugging_face_stands_for_a_run(data, tmp_path, capsys):
+    model, _ = own(tmp_path / "hf", **BYTES)
+    args = [str(tmp_path / "hf"), f"--data_dir={data}", "--dtype=float64", "--device=cpu"]
+    capsys.readouterr()
+    evaluation.main([*args, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    val = train.Tokens(data, "val", 32, 257)
+    assert found["loss"] == train.evaluate(model.double(), val, 8, torch.device("cpu"), torch.float64)[0]
+    evaluation.main([*args, "--prompt=ab", "--tokens=5"])
+    assert capsys.readouterr().out.startswith("ab")
+    evaluation.main([*args, "--seq_len=16", "--json"])
+    assert json.loads(capsys.readouterr().out)["loss"] != found["loss"]
+    for more, message in ((["--seq_len=64"], "was made for 32"), (["--data_dir="], "give the folder"),
+                          (["--form=nanodepth"], "only with --export")):
+        with pytest.raises(SystemExit):
+            evaluation.main([args[0], *([] if "data_dir" in more[0] else args[1:]), *more[:"data_dir" not in more[0]]])
+        assert message in capsys.readouterr().err
+
+
+def test_export_from_the_command_line_carries_the_tokenizer_along(data, tmp_path, capsys):
+    own(tmp_path / "hf", **BYTES)
+    (tmp_path / "hf/tokenizer_config.json").write_text("{}")
+    start(data, tmp_path / "run", tmp_path / "hf")
+    capsys.readouterr()
+    evaluation.main([str(tmp_path / "run"), f"--export={tmp_path}/out"])
+    said = capsys.readouterr().out
+    assert "transformers loads it" in said and (tmp_path / "out/tokenizer_config.json").exists()
+    exported = hub.load(tmp_path / "out")["model"]
+    assert all(torch.equal(v, exported[k]) for k, v in train.load_checkpoint(tmp_path / "run/last.pt")["model"].items())
+    start(data, tmp_path / "rd", tmp_path / "hf", residual_mode="rd")
+    with pytest.raises(SystemExit):
+        evaluation.main([str(tmp_path / "rd"), f"--export={tmp_path}/no", "--form=huggingface"])
+    assert "residual_mode=rd cannot be written" in capsys.readouterr().err
+    evaluation.main([str(tmp_path / "rd"), f"--export={tmp_path}/rd_out", "--dtype=bfloat16"])
+    capsys.readouterr()
+    evaluation.main([f"{tmp_path}/rd_out", f"--data_dir={data}", "--routing", "--windows=2", "--device=cpu"])
+    assert "rd" in capsys.readouterr().out
+
+
+def test_the_shape_comes_from_the_checkpoint_and_a_contradiction_is_an_error(data, tmp_path):
+    own(tmp_path / "hf", **BYTES, rope_theta=5e5, norm_eps=1e-5)
+    cfg, t = train.load_config([f"--init_from={tmp_path}/hf"])
+    assert (cfg.n_layer, cfg.n_kv_head, cfg.rope_theta, cfg.norm_eps, cfg.seq_len) == (2, 2, 5e5, 1e-5, 32)
+    assert train.load_config([f"--init_from={tmp_path}/hf", "--seq_len=16", "--n_layer=2"])[0].seq_len == 16
+    for flag, message in (("n_layer=3", "n_layer=3 contradicts .*hf, which has 2: leave n_layer out"),
+                          ("qk_norm=false", "qk_norm=False contradicts"), ("init=zero", "init=zero has no effect"),
+                          ("route_first=2", "no effect in residual_mode=standard")):
+        with pytest.raises(UserError, match=message):
+            train.load_config([f"--init_from={tmp_path}/hf", f"--{flag}"])
+    for name, message in (("no/such/folder", "does not exist"), (str(data), "holds no checkpoint")):
+        with pytest.raises(UserError, match=message):
+            train.load_config([f"--init_from={name}"])
+
+
+def test_own_runs_go_on_as_another_mode_or_as_themselves(data, tmp_path, capsys):
+    run_training(data, tmp_path / "base", dtype="float32", max_steps=2)
+    run_training(data, tmp_path / "rd", dtype="float32", max_steps=2, residual_mode="rd")
+    capsys.readouterr()
+    start(data, tmp_path / "a", tmp_path / "base", residual_mode="mhar_delta", max_steps=1)
+    assert "mhar_delta changed it by +0.0e+00 and a logit by at most 0.0e+00" in first_line_of_start(capsys)
+    start(data, tmp_path / "b", tmp_path / "rd", residual_mode="rd", max_steps=1)
+    assert "a logit by at most 0.0e+00" in first_line_of_start(capsys)
+    with pytest.raises(UserError, match="rd and cannot become standard"):
+        start(data, tmp_path / "c", tmp_path / "rd")
+
+
+EXACT = {m: 0.0 for m in RESIDUAL_MODES} | {m: 2e-5 for m in RESIDUAL_MODES if m.startswith(("attnres", "mhar", "rd",
+         "dar", "delta", "mhc"))} | {"mhar_delta": 0.0}
+
+
+@pytest.mark.parametrize("mode", RESIDUAL_MODES)
+def test_conversion_disturbs_nothing_where_the_start_is_exact(mode, tmp_path):
+    """With shared weights; hc and mhar_delta to the last bit, delta_block and attnres_cumulative not at all."""
+    _, saved = own(tmp_path / "hf", n_layer=4)
+    for dtype, limit in ((torch.float32, EXACT[mode]), (torch.float64, min(EXACT[mode], 1e-11))):
+        cfg = GPTConfig(**saved["config"] | {k: getattr(saved["cfg"], k) for k in (*hub.SHAPE, "seq_len")},
+                        residual_mode=mode)
+        weights, base = hub.convert(cfg, saved, "hf")
+        assert all(weights[k] is v for k, v in saved["model"].items())
+        model = train.build_from(dict(cfg=cfg, model=weights), "hf").to(dtype)
+        loss, change, most = hub.step_zero(model, base, ids(1, 17, vocab=61))
+        assert loss == pytest.approx(model(ids(1, 17, vocab=61)[:, :-1], ids(1, 17, vocab=61)[:, 1:])[1].item(), 1e-5)
+        if RESIDUAL_MODES[mode].exact_start:
+            assert most <= limit and abs(change) <= limit
+        else:
+            assert most > 1e-3 and abs(change) > 1e-5
+
+
+def test_what_disturbs_is_told(data, tmp_path, capsys):
+    own(tmp_path / "hf", **BYTES)
+    start(data, tmp_path / "a", tmp_path / "hf", residual_mode="delta_block", max_steps=1, depth_block=1)
+    assert "mhar_delta --route_heads=1 reads the same sources" in capsys.readouterr().out
+    for mode, noted in (("attnres_block", True), ("rd", True), ("delta", False), ("mhar_delta", False), ("hc", False)):
+        start(data, tmp_path / mode, tmp_path / "hf", residual_mode=mode, max_steps=1, route_lr_mult=100)
+        assert ("replaces the stream" in capsys.readouterr().out) == noted
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("T", [4, 16, 64, 256])
+def test_rd_of_a_trained_attnres_block_is_bit_equal(T, tmp_path):
+    block, _ = own(tmp_path / "nd", "attnres_block", seq_len=256, n_embd=64, head_dim=16, n_ffn=96)
+    saved = hub.load(tmp_path / "nd")
+    cfg = GPTConfig(**saved["config"] | dict(residual_mode="rd"))
+    rd = train.build_from(dict(cfg=cfg, model=hub.convert(cfg, saved, "nd")[0]), "nd").eval()
+    idx = ids(1, T, vocab=61)
+    assert torch.equal(block(idx)[0], rd(idx)[0])
+    assert any(name.endswith("_v") for name in rd.residual.query)
+
+
+def test_route_first_leaves_the_base_bit_equal(data, tmp_path):
+    own(tmp_path / "hf", **BYTES)
+    start(data, tmp_path / "a", tmp_path / "hf", residual_mode="attnres_block", route_first=4, max_steps=4)
+    before, after = hub.load(tmp_path / "hf")["model"], train.load_checkpoint(tmp_path / "a/last.pt")["model"]
+    assert all(torch.equal(v, after[k]) for k, v in before.items())
+    assert any(v.abs().max() > 0 for k, v in after.items() if k.startswith("residual."))
+    start(data, tmp_path / "b", tmp_path / "hf", residual_mode="attnres_block", route_first=4, max_steps=5)
+    after = train.load_checkpoint(tmp_path / "b/last.pt")["model"]
+    assert not all(torch.equal(v, after[k]) for k, v in before.items())
+
+
+def test_a_run_from_a_folder_resumes_bit_equal_when_the_folder_is_gone(data, tmp_path):
+    own(tmp_path / "hf", **BYTES)
+    constant = dict(residual_mode="delta", lr=1e-3, min_lr=1e-3)
+    start(data, tmp_path / "whole", tmp_path / "hf", max_steps=6, **constant)
+    start(data, tmp_path / "cut", tmp_path / "hf", max_steps=3, **constant)
+    shutil.rmtree(tmp_path / "hf")
+    start(data, tmp_path / "cut", tmp_path / "hf", max_steps=6, resume="true", **constant)
+    assert same_weights(tmp_path / "whole/last.pt", tmp_path / "cut/last.pt")
