@@ -570,7 +570,7 @@ def result_of(args, cell):
     """The row of a finished run. `tokens` and `loss` are lists, one entry for each evaluation."""
     t = load_config(args.cells[cell])[1]
     with open(Path(t.out_dir) / "log.csv", newline="", encoding="utf-8") as f:
-        seen = [r for r in csv.DictReader(f) if r["val_loss"]]
+        seen = [r for r in csv.DictReader(f) if r["val_loss"] and r["step"] != "0"]
     added = GPT(load_checkpoint(Path(t.out_dir) / "last.pt")["cfg"]).count()["router"]
     tokens, loss = " ".join(r["tokens"] for r in seen), " ".join(f"{float(r['val_loss']):.5f}" for r in seen)
     return dict(zip(STUDY_COLUMNS, (*key_of(args, cell), added, tokens, loss, "", "", args.settings, commit())))

@@ -26,7 +26,9 @@ import sys
 import time
 import zipfile
 import zlib
-from contextlib import nullcontext
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from difflib import get_close_matches
@@ -61,10 +63,12 @@ class TrainConfig:
     dtype: str = "auto"  # compute dtype: auto | float32 | bfloat16 | float64 (float64 is for tests)
     compile: str = "auto"  # torch.compile: auto (on CUDA) | on | off; compiled runs on a CPU are not bit-reproducible
     init_from: str = ""  # start from these weights: a run, a Hugging Face folder, or a Hub id (owner/name[@revision])
-    resume: bool = False  # go on from last.pt in the run folder; starts fresh when there is none
+    resume: bool = False  # go on from last.pt in the run folder; starts fresh in a new or empty one
+    overwrite: bool = False  # start afresh in a run folder that holds a run: its log and checkpoints are deleted
     micro_batch: int = 8  # sequences per process in one forward pass; lower it when memory runs out
     tokens_per_step: int = 524_288  # tokens per optimizer step, over all processes and accumulated micro-batches
     max_steps: int = 10_000  # optimizer steps; max_steps * tokens_per_step is the budget
+    stop_after: int = 0  # stop behind this step, saved, with the schedule of the whole run; 0 = at the end
     lr: float = 6e-4  # peak learning rate
     min_lr: float = 6e-5  # learning rate of the last step
     warmup_steps: int = 200  # steps of linear warm-up; the last of them has the peak rate
@@ -89,7 +93,7 @@ class TrainConfig:
         for name in ("micro_batch", "tokens_per_step", "max_steps", "eval_tokens", "log_every"):
             require(getattr(self, name) >= 1, f"{name}={getattr(self, name)}: must be at least 1")
         for name in ("seed", "min_lr", "warmup_steps", "decay_steps", "weight_decay", "grad_clip", "route_lr_mult",
-                     "route_first", "eval_every", "save_every", "adam_eps"):
+                     "route_first", "eval_every", "save_every", "adam_eps", "stop_after"):
             require(getattr(self, name) >= 0, f"{name}={getattr(self, name)}: must not be negative")
         require(self.lr > 0, f"lr={self.lr}: must be positive")
         require(self.min_lr <= self.lr, f"min_lr={self.min_lr} is above lr={self.lr}")
@@ -105,6 +109,10 @@ class TrainConfig:
                 f"schedule={self.schedule}: remove it, or use schedule=wsd")
         require(self.optimizer == "adamw" or hasattr(torch.optim, "Muon"), "optimizer=muon needs PyTorch 2.9 or newer, "
                 f"this is {torch.__version__}: pip install -U torch, or use optimizer=adamw")
+        require(self.stop_after <= self.max_steps, f"stop_after={self.stop_after} is behind the last step, max_steps="
+                f"{self.max_steps}")
+        require(not (self.resume and self.overwrite), "resume=true goes on with a run and overwrite=true deletes it: "
+                "give one of them")
         require(self.tracker == "none" or find_spec(self.tracker), f"tracker={self.tracker} needs a package that is "
                 f"not installed: pip install {self.tracker}")
         try:
@@ -227,10 +235,13 @@ def parse_value(place, key, value, from_text=None):
     raise UserError(f"{place}: {key}={shown} must be {what}{' below 2^62' * (type(value) is kind is int)}")
 
 
+ONCE = "resume", "overwrite", "stop_after"  # wishes for one start, not settings of the run
+
+
 def to_toml(*configs):
     """JSON's scalars are TOML's, but for what JSON may leave unescaped (DEL) and for non-ASCII pairs."""
     lines = (f"{k} = {json.dumps(v, ensure_ascii=False).replace(chr(127), chr(92) + 'u007f')}\n"
-             for c in configs for k, v in asdict(c).items() if k != "resume")
+             for c in configs for k, v in asdict(c).items() if k not in ONCE)
     return "".join(lines)
 
 
@@ -244,7 +255,10 @@ CHECK_BYTES = 2**28  # splits up to this size are compared with their checksums 
 class Tokens:
     """One split as a single stream of tokens over all its shards, read through memory maps.
 
-    Window w is the seq_len + 1 tokens from w * seq_len: inputs, and targets one further.
+    A window is seq_len + 1 tokens: inputs, and targets one further. Windows lie end to end, and an epoch is as many as
+    fit. The tokens that do not fill another one would never be seen: so the stream is a ring, and the windows of each
+    epoch start where those of the epoch before ended (the second one at a place that depends on the seed): every token
+    is seen equally often, but for one time. The first epoch starts at the first token.
     """
 
     def __init__(self, data_dir, split, seq_len, vocab_size):
@@ -299,17 +313,48 @@ class Tokens:
         return self.maps[shard]
 
     def order(self, seed, step, size):
-        """Windows (size,) of a step: a function of its arguments alone; each epoch is a new permutation."""
-        positions = np.arange(step * size, (step + 1) * size, dtype=np.uint64)
-        epochs, windows = positions // np.uint64(self.windows), positions % np.uint64(self.windows)
+        """First tokens (size,) of the windows of a step: a function of its arguments alone; each epoch is a new
+        permutation."""
+        positions, n = np.arange(step * size, (step + 1) * size, dtype=np.uint64), np.uint64(self.windows)
+        epochs, starts = positions // n, positions % n
         for epoch in np.unique(epochs):
-            here = epochs == epoch
-            windows[here] = permute(windows[here], self.windows, (seed, int(epoch)))
-        return windows
+            here, shift = epochs == epoch, int(epoch) * self.windows * self.seq_len
+            shift += int(np.random.default_rng(seed).integers(self.total)) if epoch else 0
+            starts[here] = (permute(starts[here], self.windows, (seed, int(epoch))) * np.uint64(self.seq_len)
+                            + np.uint64(shift % self.total)) % np.uint64(self.total)
+        return starts
 
     def rows(self, windows):
-        """Tokens of windows (n,): (n, seq_len + 1) int64."""
-        return np.stack([self.read(int(w) * self.seq_len, self.seq_len + 1) for w in windows])
+        """Tokens of the windows (n,) of the first epoch, by their number: (n, seq_len + 1) int64."""
+        return self.at(np.asarray(windows) * self.seq_len)
+
+    def at(self, starts):
+        """Tokens of the windows that begin at starts (n,): (n, seq_len + 1) int64; behind the last token, the first."""
+        out = np.empty((len(starts), self.seq_len + 1), np.int64)
+        for row, start in zip(out, map(int, starts)):
+            head = min(len(row), self.total - start)
+            row[:head] = self.read(start, head)
+            row[head:] = self.read(0, len(row) - head) if head < len(row) else 0
+        return out
+
+
+def read_ahead(data, t, steps, accumulate, rank, world, pin):
+    """For each micro-step: this rank's rows (micro_batch, seq_len + 1) on the host, the checksum of the step's whole
+    batch, and the seconds waited for them. A thread prepares the next rows while these are in use."""
+    def prepare(step, i):
+        starts = data.order(t.seed, step, accumulate * world * t.micro_batch)
+        rows = torch.from_numpy(data.at(starts.reshape(accumulate, world, t.micro_batch)[i, rank]))
+        return rows.pin_memory() if pin else rows, zlib.crc32(starts.astype("<u8").tobytes(), data.crc)
+    with ThreadPoolExecutor(1) as pool:
+        ahead = deque()
+        for place in ((step, i) for step in steps for i in range(accumulate)):
+            ahead.append(pool.submit(prepare, *place))
+            if len(ahead) > 1:
+                began = time.perf_counter()
+                yield *ahead.popleft().result(), time.perf_counter() - began
+        began = time.perf_counter()
+        if ahead:
+            yield *ahead.popleft().result(), time.perf_counter() - began
 
 
 def permute(index, n, seed):
@@ -434,18 +479,22 @@ def sum_over_ranks(values, device):
 
 
 @torch.no_grad()
-def evaluate(model, tokens, batch, device, dtype, limit=None, rank=0, world=1, show=lambda part: None):
+def evaluate(model, tokens, batch, device, dtype, limit=None, rank=0, world=1, show=lambda part: None,
+             stop=lambda: False):
     """Mean NLL in nats over a split, and the number of tokens that it is a mean of.
 
     Every token but the first is predicted once, from at most seq_len before it. With a limit below the split's size,
     `limit` of them, in windows that are spread evenly over the split: the same ones each time. Batches are dealt out to
-    the ranks. All batches have one shape, with targets of -1 (not counted) behind the last token.
+    the ranks. All batches have one shape, with targets of -1 (not counted) behind the last token. As soon as `stop()`
+    is true on one of the ranks the result is (None, 0).
     """
     T, n = tokens.seq_len, tokens.total - 1 if limit is None else min(limit, tokens.total - 1)
     windows, all_windows = -(-n // T), -(-(tokens.total - 1) // T)
     batch = min(batch, windows)
     nll, count = 0.0, 0
     for first in range(rank * batch, windows, world * batch):
+        if stop():
+            break
         x, y = np.zeros((batch, T), np.int64), np.full((batch, T), -1)
         for row, i in enumerate(range(first, min(first + batch, windows))):
             size = min(T, n - i * T)
@@ -457,8 +506,8 @@ def evaluate(model, tokens, batch, device, dtype, limit=None, rank=0, world=1, s
             loss = model(x, y)[1]
         nll, count = nll + loss.item() * mine, count + mine
         show(first / windows)
-    nll, count = sum_over_ranks([nll, float(count)], device)
-    return nll / count, int(count)
+    nll, count, stopped = sum_over_ranks([nll, float(count), float(stop())], device)
+    return (None, 0) if stopped else (nll / count, int(count))
 
 
 def save_checkpoint(folder, name, content):
@@ -472,10 +521,18 @@ def save_checkpoint(folder, name, content):
         os.replace(aside, path)
     except (OSError, RuntimeError) as e:  # torch hides the system's reason behind a RuntimeError
         reason = (e if isinstance(e, OSError) else e.__context__ or e)
-        free = shutil.disk_usage(folder).free / 2**20
-        aside.unlink(missing_ok=True)
-        kept = "; the one saved before is kept" if path.exists() else ""
-        raise UserError(f"cannot write {path} ({first_line(reason)}; its disk has {free:,.0f} MB free){kept}") from None
+        aside.unlink(missing_ok=True)  # before the free space is measured
+        free, kept = shutil.disk_usage(folder).free / 1e6, "; the one saved before is kept" if path.exists() else ""
+        raise UserError(f"cannot write {path} ({first_line(reason)}; it needs {size_of(content) / 1e6:,.1f} MB, its "
+                        f"disk has {free:,.1f} MB free){kept}") from None
+
+
+def size_of(content):
+    """Bytes of all tensors in nested dictionaries and lists."""
+    if isinstance(content, torch.Tensor):
+        return content.nbytes
+    parts = content.values() if isinstance(content, dict) else content if isinstance(content, list) else ()
+    return sum(map(size_of, parts))
 
 
 def load_source(name):
@@ -497,7 +554,10 @@ def find_checkpoint(name):
 
 
 def load_checkpoint(path):
-    """Checkpoint on the host, as tensors and plain types only; raises UserError if the file cannot be used."""
+    """Checkpoint on the host, as tensors and plain types only; raises UserError if the file cannot be used.
+
+    A field of the configuration that the file lacks has its default: it is older than the field.
+    """
     try:
         with zipfile.ZipFile(path) as z:
             if z.testzip():
@@ -514,11 +574,15 @@ def load_checkpoint(path):
         content["model"] = {k.replace("_orig_mod.", "").removeprefix("module."): v for k, v in content["model"].items()}
         if not all(v.isfinite().all() for v in content["model"].values()):
             raise ValueError("its weights are not finite")
+        content["owed"] = content.get("owed") is True
         return content
     except FileNotFoundError:
         raise UserError(f"{path} does not exist") from None
     except Exception as e:  # a damaged file can raise anything
-        raise UserError(f"{path} is not a usable checkpoint ({first_line(e)})") from None
+        others = [n for n in ("last.pt", "best.pt") if n != path.name and (path.parent / n).exists()]
+        advice = ["made by other code? That of the run is in its folder source/"] * ("unknown key" in str(e)) + [
+            f"evaluate {n} beside it" for n in others] + ["train again with --overwrite=true or in another --out_dir"]
+        raise UserError(f"{path} is not a usable checkpoint ({first_line(e)}): {', or '.join(advice)}") from None
 
 
 def build(cfg, device="cpu"):
@@ -554,7 +618,6 @@ def train(cfg, t):
     rank, world = start_processes(device)
     say = tell if rank == 0 else lambda _: None
     accumulate = check_batch(cfg, t, world)
-    sequences = accumulate * world * t.micro_batch  # per step
     on_first_rank(prepare_data, t)
     cfg, data, val, about_data = open_data(cfg, t)
 
@@ -568,7 +631,8 @@ def train(cfg, t):
     model = model.to(device, torch.float64 if dtype == torch.float64 else None)
     optimizer = make_optimizer(model, t, device)
     on_first_rank(lock_run_folder, t)
-    start, best = resume(cfg, t, model, optimizer, about_data, say) if t.resume else (0, math.inf)
+    start, best, owed = resume(cfg, t, model, optimizer, about_data, say) if t.resume else (0, math.inf, True)
+    owed = val and owed and (start or t.eval_every)  # an evaluation behind step `start`; that of step 0 is the start
     check_agreement(start_facts(cfg, t, dtype, start, about_data, val, model))
     if start < t.max_steps:
         on_first_rank(describe_run, cfg, t)
@@ -580,27 +644,24 @@ def train(cfg, t):
         say(f"warning: the warm-up of {t.warmup_steps} steps is longer than the run")
     for note in notes:
         say(note)
-    if start >= t.max_steps:
-        return say(f"{t.out_dir} is finished: {start} of {t.max_steps} steps are done; raise --max_steps to go on")
+    end = min(t.max_steps, t.stop_after or t.max_steps)
+    if start >= end and not owed:
+        limit = "stop_after" if end < t.max_steps else "max_steps"
+        return say(f"{t.out_dir} is finished: {start} of {end} steps are done; raise --{limit} to go on")
 
     wrapped = model
     if world > 1:
         wrapped = torch.nn.parallel.DistributedDataParallel(
             model, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True)
-    stop, log = StopSignal(), Log(t, start, device) if rank == 0 else None
+    stop, batches = StopSignal(), read_ahead(data, t, range(start, end), accumulate, rank, world, device.type == "cuda")
 
-    def checkpoint(done, best):
-        return dict(config=asdict(cfg) | asdict(t), data=about_data, step=done, tokens=done * t.tokens_per_step,
-                    best=best, rng=torch.get_rng_state(), model=dict(model.state_dict()))
-
-    for step in range(start, t.max_steps):
-        began = time.perf_counter()
-        windows = data.order(t.seed, step, sequences)
-        loss = 0.0
-        for i, mine in enumerate(windows.reshape(accumulate, world, t.micro_batch)[:, rank]):
-            rows = torch.from_numpy(data.rows(mine)).to(device)
-            last_micro = i == accumulate - 1
-            with nullcontext() if world == 1 or last_micro else wrapped.no_sync():  # gradients are averaged once a step
+    def update(step):
+        """One optimizer step: (loss, gradient norm, seconds waited for data, checksum of the batch, stop wanted)."""
+        loss, waited = 0.0, 0.0
+        for i in range(accumulate):
+            rows, crc, seconds = next(batches)
+            rows, waited = rows.to(device, non_blocking=True), waited + seconds
+            with nullcontext() if world == 1 or i == accumulate - 1 else wrapped.no_sync():  # averaged once a step
                 with autocast(device, dtype):
                     part = wrapped(rows[:, :-1], rows[:, 1:])[1] / accumulate
                 part.backward()
@@ -614,27 +675,72 @@ def train(cfg, t):
             group["lr"] = t.lr_at(step) * group["lr_mult"] * (step >= t.route_first or group["name"] == "residual")
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        seconds, done, val_loss = time.perf_counter() - began, step + 1, None
+        return loss, norm, waited, crc, signalled > 0
 
-        if val and evaluation_due(t, done):
-            val_loss, _ = evaluate(model, val, t.micro_batch, device, dtype, t.eval_tokens, rank, world)
-        due = signalled or done == t.max_steps or (t.save_every and done % t.save_every == 0)
-        if (due or val_loss is not None) and not all(p.isfinite().all() for p in model.parameters()):
-            raise UserError(f"step {done}: loss {loss}, gradient norm {norm}, but the update made weights that are not "
-                            "finite. The saved checkpoints are good. Lower --lr, or set --grad_clip")
+    def finite():
+        return all(p.isfinite().all() for p in model.parameters())
+
+    def keep(name, done):
+        """Save the state behind step `done`."""
+        content = dict(config=asdict(cfg) | asdict(t), data=about_data, step=done, tokens=done * t.tokens_per_step,
+                       best=best, owed=bool(owed), rng=torch.get_rng_state(), model=dict(model.state_dict()))
+        if name == "last.pt":
+            content["optimizer"] = optimizer.state_dict()
         if rank == 0:
-            log.step(done, loss, t.lr_at(step), norm, seconds, val_loss, data, windows)
-            if val_loss is not None and val_loss < best:
+            save_checkpoint(t.out_dir, name, content)
+
+    if start == 0:
+        keep("last.pt", 0)  # from here on there is always something to go on from, and the disk is known to take it
+    with Log(cfg, t, start, end, device) if rank == 0 else nullcontext() as log:
+        for done in range(start, end + 1):
+            began, row, val_loss, signalled = time.perf_counter(), None, None, False
+            if done > start:
+                loss, norm, waited, crc, signalled = update(done - 1)
+                row = loss, t.lr_at(done - 1), norm, time.perf_counter() - began, waited, crc
+                owed = val and evaluation_due(t, done)
+            if owed and not signalled:  # a stop comes first: whoever sent it may not wait for long
+                val_loss = evaluate(model, val, t.micro_batch, device, dtype, t.eval_tokens, rank, world,
+                                    stop=lambda: stop.number > 0)[0]
+                signalled = owed = val_loss is None
+            due = signalled or done == end or (done > start and t.save_every and done % t.save_every == 0)
+            if (due or val_loss is not None) and not finite():
+                raise UserError(f"step {done}: loss {loss}, gradient norm {norm}, but the update made weights that are "
+                                "not finite. The saved checkpoints are good. Lower --lr, or set --grad_clip")
+            if rank == 0:
+                try:
+                    log.step(done, row, val_loss, signalled)
+                except UserError as e:
+                    if finite():  # what was trained is worth more than the line about it
+                        try:
+                            keep("last.pt", done)
+                        except UserError as more:
+                            raise UserError(f"{e}; {more}") from None
+                    raise UserError(f"{e}; the model of step {done} is saved") from None
+            if val_loss is not None and val_loss < best and done:
                 best = val_loss
-                save_checkpoint(t.out_dir, "best.pt", checkpoint(done, best))
+                keep("best.pt", done)
             if due:
-                save_checkpoint(t.out_dir, "last.pt", checkpoint(done, best) | {"optimizer": optimizer.state_dict()})
-        if signalled and done < t.max_steps:
-            config = shlex.quote(f"{t.out_dir}/config.toml")
-            say(f"stopped by a signal after step {done}, all is saved; go on with: train.py {config} --resume=true")
-            sys.exit(128 + (stop.number or signal.SIGTERM))
+                keep("last.pt", done)
+            if signalled and (done < end or owed):
+                say(f"stopped by a signal after step {done}, all is saved; go on with: {again(t, world)}")
+                sys.exit(128 + (stop.number or signal.SIGTERM))
+    if end < t.max_steps:
+        return say(f"stopped after step {end} of {t.max_steps} as asked, all is saved; go on with: {again(t, world)}")
     found = f", best val loss {best:.4f}" if best < math.inf else ""
-    say(f"done: {t.max_steps} steps{found}; evaluate with: python eval.py {shlex.quote(t.out_dir)}")
+    say(f"done: {t.max_steps} steps{found}; evaluate with: python {script('eval.py')} {shlex.quote(t.out_dir)}")
+
+
+def script(name):
+    """Path of a script of this folder, for a shell in the working directory."""
+    return shlex.quote(os.path.relpath(Path(__file__).resolve().parent / name))
+
+
+def again(t, world):
+    """The command that goes on with a run."""
+    launch = "python" if world == 1 else f"torchrun --standalone --nproc_per_node={world}"
+    if world > int(os.environ.get("LOCAL_WORLD_SIZE", world)):
+        launch = "(torchrun as before)"
+    return f"{launch} {script('train.py')} {shlex.quote(t.out_dir)} --resume"
 
 
 def start_processes(device):
@@ -808,18 +914,31 @@ folder_lock = None  # open as long as this process trains
 
 
 def lock_run_folder(t):
-    """Make the run folder, and make sure that nobody else writes to it and that no other run is in it."""
+    """Make the run folder, and make sure that nobody else writes to it and that nothing of worth in it is lost."""
     global folder_lock
-    out = Path(t.out_dir)
+    out, found = Path(t.out_dir), []
     try:
         folder_lock = None  # of an earlier run in this process
         folder_lock = lock_folder(out, "training in")
-        if not t.resume and any(os.path.lexists(out / name) for name in ("config.toml", "log.csv", "last.pt")):
-            raise UserError(f"{out} holds a run already: go on with it (--resume=true) or choose another --out_dir")
+        if t.overwrite:
+            for path in (p for pattern in RUN_FILES for p in out.glob(pattern)):
+                path.unlink()
+        log = (out / "log.csv").read_bytes() if os.path.lexists(out / "log.csv") else b""
+        found += ["log.csv"] * (len(log.splitlines()) > 1)  # a header alone is no loss
+        found += [name for name in ("best.pt", "last.pt") if os.path.lexists(out / name)]
+        if found and not t.resume:
+            raise UserError(f"{out} holds a run already ({', '.join(found)}): go on with it (--resume=true), delete it "
+                            "and start afresh (--overwrite=true), or choose another --out_dir")
+        if found and "last.pt" not in found:
+            raise UserError(f"{out} has {' and '.join(found)} but no last.pt to go on from: put it back, delete what "
+                            "there is and start afresh (--overwrite=true), or choose another --out_dir")
         for name in ("last.pt", "best.pt"):  # a kill in the middle of a save leaves these
             (out / f"{name}.tmp").unlink(missing_ok=True)
     except OSError as e:
         raise UserError(f"cannot write to the run folder {out} ({e.strerror or e}): choose another --out_dir") from None
+
+
+RUN_FILES = "log.csv", "last.pt*", "best.pt*", "config.toml", "environment.txt", "wandb_id.txt", "events.out.tfevents*"
 
 
 def commit():
@@ -853,16 +972,18 @@ def describe_run(cfg, t):
 
 
 def resume(cfg, t, model, optimizer, about_data, say):
-    """Load last.pt into model and optimizer; returns (steps done, best val loss), (0, inf) if there is none yet."""
+    """Load last.pt into model and optimizer; returns (steps done, best val loss, whether step's evaluation is still to
+    be made): (0, inf, True) if there is none yet."""
     path = Path(t.out_dir) / "last.pt"
     if not os.path.lexists(path):
         say(f"nothing to resume in {t.out_dir}: starting fresh")
-        return 0, math.inf
+        return 0, math.inf, True
     saved = load_checkpoint(path)
     if "optimizer" not in saved:
         raise UserError(f"{path} has no optimizer state, so the run cannot go on exactly: start another --out_dir")
-    new = asdict(cfg) | asdict(t)
-    changed = {k: f"{k}: {saved['config'][k]} -> {v}" for k, v in new.items() if saved["config"].get(k, v) != v}
+    old = {name: field.default for name, field in SCHEMA.items()} | saved["config"] | asdict(saved["cfg"])
+    changed = {k: f"{k}: {old[k]} -> {v}" for k, v in (asdict(cfg) | asdict(t)).items() if old[k] != v and
+               k not in ONCE}
     fixed = {f.name for f in fields(GPTConfig)} - {"route_impl", "remat"} | {"seed", "tokens_per_step", "optimizer"}
     other = ", ".join(changed[k] for k in sorted(fixed & set(changed)))
     if other:
@@ -875,7 +996,7 @@ def resume(cfg, t, model, optimizer, about_data, say):
         for group, option in zip(saved["optimizer"]["param_groups"], options):
             group.update(option)  # the settings of this start; `fused` among them decides where the state has to lie
         optimizer.load_state_dict(saved["optimizer"])
-        for group in optimizer.param_groups:
+        for group in optimizer.param_groups if saved["step"] else ():  # before the first step there is none
             names = ["momentum_buffer"] if "rows" in group else ["exp_avg", "exp_avg_sq"]
             for p in group["params"]:
                 step, *moments = (optimizer.state[p][name] for name in ("step", *names))
@@ -884,11 +1005,21 @@ def resume(cfg, t, model, optimizer, about_data, say):
         torch.set_rng_state(saved["rng"])
     except Exception as e:  # a damaged file can raise anything
         raise UserError(f"{path}: its optimizer state does not fit the model ({first_line(e)})") from None
-    changed.pop("resume", None)
     news = f"; changed: {', '.join(changed.values())}" if changed else ""
     rate = f"; next learning rate {t.lr_at(saved['step']):.1e}" if saved["step"] < t.max_steps else ""
     say(f"resuming {t.out_dir} after step {saved['step']}{news}{rate}")
-    return saved["step"], saved["best"]
+    return saved["step"], min(saved["best"], best_of(Path(t.out_dir) / "best.pt")), saved["owed"]
+
+
+def best_of(path):
+    """Val loss of best.pt, which may be newer than last.pt; without the file the next evaluation makes one."""
+    if not os.path.lexists(path):
+        return math.inf
+    try:
+        return float(torch.load(path, map_location="cpu", weights_only=True, mmap=True)["best"])
+    except Exception as e:  # a damaged file can raise anything
+        raise UserError(f"{path} is not a usable checkpoint ({first_line(e)}): move it away and go on without "
+                        "it") from None
 
 
 def introduce(cfg, t, model, data, world, accumulate, say):
@@ -914,68 +1045,102 @@ def evaluation_due(t, done):
 
 
 class StopSignal:
-    """Ctrl-C, SIGTERM and a closed terminal end the run after the step at hand; a second Ctrl-C at once."""
+    """Ctrl-C, SIGTERM, a closed terminal and a scheduler's warning (SIGUSR1, SIGUSR2) end the run after the step at
+    hand; a second Ctrl-C at once. What was ignored at the start (nohup, a job behind &) stays ignored."""
+    names = "SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"
 
     def __init__(self):
         self.number = 0
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, self.handle)
+        for number in (getattr(signal, name) for name in self.names):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self.handle)
 
     def handle(self, number, _):
         if number == self.number == signal.SIGINT:
             os._exit(128 + number)  # files are replaced at once, so none is damaged
         # torchrun passes Ctrl-C on as SIGTERM: that is not a second wish
         self.number = self.number or number
-        tell(f"\nsignal {number}: stopping after this step (Ctrl-C again stops at once)")
+        with suppress(RuntimeError):  # the signal came in the middle of another print
+            tell(f"\n{signal.Signals(number).name}: stopping after this step (Ctrl-C again stops at once)")
 
 
 class Log:
     """log.csv, one line per logged step on stdout, a status line in a terminal, and the tracker."""
-    columns = "step tokens loss val_loss lr grad_norm tok_per_s ms mem_mb crc".split()
-    row = r"[0-9]{1,18}(,[-+.0-9a-z]*){9}"  # a whole line of the file
+    columns = "step tokens loss val_loss lr grad_norm tok_per_s ms mem_mb crc wait_ms".split()
+    row = r"[0-9]{1,18}(,[-+.0-9a-z]*)+"  # a whole line of the file
 
-    def __init__(self, t, start, device):
-        self.t, self.start, self.device = t, start, device
-        self.steps, self.seconds, self.begin = 0, 0.0, time.monotonic()
-        self.path, self.track, self.status = Path(t.out_dir) / "log.csv", open_tracker(t), sys.stdout.isatty()
+    def __init__(self, cfg, t, start, end, device):
+        self.t, self.start, self.end, self.device = t, start, end, device
+        self.steps, self.seconds, self.waited, self.begin = 0, 0.0, 0.0, time.monotonic()
+        self.path, self.status = Path(t.out_dir) / "log.csv", sys.stdout.isatty()
         try:
-            rows = []
-            if start and self.path.exists():  # rows behind the checkpoint are made again
-                with open(self.path, encoding="utf-8", errors="replace") as f:  # no csv.reader: it stops at damage
-                    rows = [line.strip().split(",") for line in f if re.fullmatch(self.row, line.strip())]
-                rows = [r for r in rows if int(r[0]) <= start]
-            with open(self.path.with_suffix(".tmp"), "w", encoding="utf-8", newline="") as f:
-                csv.writer(f).writerows([self.columns, *rows])
-            os.replace(self.path.with_suffix(".tmp"), self.path)
-            self.file = open(self.path, "a", encoding="utf-8", newline="")
+            self.write([r for r in self.read() if int(r[0]) <= start])  # rows behind the checkpoint are made again
         except OSError as e:
             raise UserError(f"cannot write {self.path} ({e.strerror or e})") from None
+        self.track, self.finish = open_tracker(cfg, t, start)
 
-    def step(self, done, loss, lr, norm, seconds, val_loss, data, windows):
-        t, self.steps, self.seconds = self.t, self.steps + 1, self.seconds + seconds
-        if done % t.log_every == 0 or done == t.max_steps or val_loss is not None:
-            ms, speed = 1e3 * self.seconds / self.steps, self.steps * t.tokens_per_step / self.seconds
-            crc = zlib.crc32(data.rows(windows).astype("<u4").tobytes())
-            values = [done, done * t.tokens_per_step, loss, "" if val_loss is None else val_loss, lr, norm,
-                      round(speed, 1), round(ms, 2), round(memory_mb(self.device), 1), f"{crc:08x}"]
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, _):
+        with suppress(OSError):  # a full disk has been told
+            self.file.close()
+        self.finish(kind is not None and not (kind is SystemExit and error.code))
+
+    def read(self):
+        """Whole rows of the file, in today's columns, whatever else it holds (a csv.reader stops at damage)."""
+        if not self.path.exists():
+            return []
+        with open(self.path, encoding="utf-8", errors="replace") as f:
+            names = f.readline().strip().split(",")
+            names = names if names[0] == "step" else self.columns
+            lines = [line.strip() for line in f]
+        rows = [line.split(",") for line in lines if re.fullmatch(self.row, line)]
+        return [[dict(zip(names, r)).get(name, "") for name in self.columns] for r in rows if len(r) == len(names)]
+
+    def write(self, rows):
+        with open(self.path.with_suffix(".tmp"), "w", encoding="utf-8", newline="") as f:
+            csv.writer(f).writerows([self.columns, *rows])
+        os.replace(self.path.with_suffix(".tmp"), self.path)
+        self.file = open(self.path, "a", encoding="utf-8", newline="")
+
+    def step(self, done, row, val_loss, stopping):
+        """Log step `done`; without a row, the val loss of a step that is logged already, or of the start."""
+        t = self.t
+        if row:
+            loss, lr, norm, seconds, waited, crc = row
+            self.steps, self.seconds, self.waited = self.steps + 1, self.seconds + seconds, self.waited + waited
+        if val_loss is not None or row and (stopping or done in (1, self.end) or done % t.log_every == 0):
+            val, mem = "" if val_loss is None else val_loss, round(memory_mb(self.device), 1)
+            values, line = dict(step=done, tokens=done * t.tokens_per_step, val_loss=val, mem_mb=mem), ""
+            if row:
+                ms, wait, speed = 1e3 * self.seconds / self.steps, 1e3 * self.waited / self.steps, (
+                    self.steps * t.tokens_per_step / self.seconds)
+                values |= dict(loss=loss, lr=lr, grad_norm=norm, tok_per_s=round(speed, 1), ms=round(ms, 2),
+                               wait_ms=round(wait, 2), crc=f"{crc:08x}")
+                line = (f" lr:{lr:.1e} norm:{norm:.2f} ms:{ms:.0f} wait:{wait:.0f} tok/s:{short(speed)} "
+                        f"mem:{mem / 1024:.1f}G left:{self.left(done)}")
+                self.steps, self.seconds, self.waited = 0, 0.0, 0.0
             try:
-                csv.writer(self.file).writerow(values)
-                self.file.flush()
+                self.add([values.get(name, "") for name in self.columns])
             except OSError as e:
                 raise UserError(f"cannot write {self.path} ({e.strerror or e})") from None
-            val = "" if val_loss is None else f" val:{val_loss:.4f}"
-            tell("\r\033[K" * self.status +
-                 f"step:{done}/{t.max_steps} loss:{loss:.4f}{val} lr:{lr:.1e} norm:{norm:.2f} ms:{ms:.0f} "
-                 f"tok/s:{short(speed)} mem:{values[8] / 1024:.1f}G left:{self.left(done)}")
-            self.track({k: v for k, v in zip(self.columns[2:9], values[2:9]) if v != ""}, done)
-            self.steps, self.seconds = 0, 0.0
+            tell("\r\033[K" * self.status + f"step:{done}/{t.max_steps}" + (f" loss:{loss:.4f}" if row else "") +
+                 (f" val:{val_loss:.4f}" if val_loss is not None else "") + line)
+            self.track({k: v for k, v in values.items() if v != "" and k not in ("step", "tokens", "crc")}, done)
         if self.status:
             bar = "#" * (30 * done // t.max_steps)
-            end = "" if done < t.max_steps else "\n"
-            tell(f"\r[{bar:30}] {done}/{t.max_steps}, {self.left(done)} left\033[K", end)
+            tell(f"\r[{bar:30}] {done}/{t.max_steps}, {self.left(done)} left\033[K", "" if done < self.end else "\n")
+
+    def add(self, row):
+        if row[2] == "" and (rows := self.read()) and rows[-1][0] == str(row[0]):  # a stop came before its evaluation
+            rows[-1][3] = row[3]
+            return self.write(rows)
+        csv.writer(self.file).writerow(row)
+        self.file.flush()
 
     def left(self, done):
-        seconds = (time.monotonic() - self.begin) / (done - self.start) * (self.t.max_steps - done)
+        seconds = (time.monotonic() - self.begin) / max(1, done - self.start) * (self.end - done)
         return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02d}:{int(seconds) % 60:02d}"
 
 
@@ -1002,17 +1167,27 @@ def memory_mb(device):
     return peak / (2**20 if sys.platform == "darwin" else 2**10)
 
 
-def open_tracker(t):
-    """A function (values, step) that passes a log row on to the experiment tracker."""
+def open_tracker(cfg, t, start):
+    """(function (values, step) that passes a log row on to the experiment tracker, function (failed) that ends it)."""
     if t.tracker == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
-        writer = SummaryWriter(t.out_dir)
-        return lambda values, step: [writer.add_scalar(k, v, step) for k, v in values.items()]
+        writer = SummaryWriter(t.out_dir, purge_step=start + 1 if start else None)  # later points are made again
+        writer.add_text("config", f"    {to_toml(cfg, t)}".replace("\n", "\n    "), start)
+        return (lambda values, step: [writer.add_scalar(k, v, step) for k, v in values.items()],
+                lambda failed: writer.close())
     if t.tracker == "wandb":
         import wandb
-        run = wandb.init(project="nanodepth", name=Path(t.out_dir).name, config=asdict(t))
-        return lambda values, step: run.log(values, step=step)
-    return lambda values, step: None
+        name = Path(t.out_dir) / "wandb_id.txt"  # a resumed run goes on with its curves
+        try:
+            if not name.exists():
+                name.write_text(os.urandom(8).hex(), encoding="utf-8")
+            run = wandb.init(project="nanodepth", name=Path(t.out_dir).name, dir=t.out_dir, resume="allow",
+                             id=name.read_text(encoding="utf-8").strip(), config=asdict(cfg) | asdict(t))
+        except Exception as e:  # no account, no network, no space
+            raise UserError(f"tracker=wandb: {first_line(e)} (log in with: wandb login; or use "
+                            "--tracker=none)") from None
+        return lambda values, step: run.log(values, step=step), lambda failed: run.finish(exit_code=int(failed))
+    return lambda values, step: None, lambda failed: None
 
 
 TORCH = 2, 8  # the oldest that has all that is used here; requirements.txt names the one that is tested

@@ -97,7 +97,8 @@ def flags(data, out, **settings):
 def run_training(data, out, **settings):
     """Train in this process; returns the rows of log.csv."""
     cfg, t = train.load_config(flags(data, out, **settings))
-    old = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    old = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1,
+                                             signal.SIGUSR2)}
     try:
         train.train(cfg, t)
     finally:
@@ -107,13 +108,14 @@ def run_training(data, out, **settings):
 
 
 def read_log(out):
+    """Rows of log.csv, without the one of the untrained model."""
     with open(Path(out) / "log.csv", newline="") as f:
-        return list(csv.DictReader(f))
+        return [row for row in csv.DictReader(f) if row["step"] != "0"]
 
 
 def measured(rows):
     """Log rows without what depends on the clock and the machine."""
-    return [{k: v for k, v in r.items() if k not in ("tok_per_s", "ms", "mem_mb")} for r in rows]
+    return [{k: v for k, v in r.items() if k not in ("tok_per_s", "ms", "mem_mb", "wait_ms")} for r in rows]
 
 
 def same_weights(a, b):

@@ -326,7 +326,7 @@ class Fuzz:
         optimizer = train.make_optimizer(model, t, torch.device("cpu"))
         rng = torch.get_rng_state()
         try:
-            step, best = train.resume(cfg, t, model, optimizer, about, lambda line: None)
+            step, best, _ = train.resume(cfg, t, model, optimizer, about, lambda line: None)
             idx = torch.from_numpy(data.rows(np.arange(2)))
             gradients(model, idx)
             optimizer.step()  # its state must be fit for use
@@ -390,7 +390,8 @@ class Fuzz:
         raw = damaged(self.rng, raw) if self.rng.integers(4) else raw + self.pick([
             "²" + ",1" * 9, "9" * 5000 + ",1" * 9, '"' + "x" * 200_000, "1,2", "-1" + ",1" * 9]).encode() + b"\r\n"
         self.lay_out({"log.csv": raw})
-        log = train.Log(dataclasses.replace(self.config[1], out_dir=str(self.work)), 4, torch.device("cpu"))
+        log = train.Log(self.config[0], dataclasses.replace(self.config[1], out_dir=str(self.work)), 4, 6,
+                        torch.device("cpu"))
         log.file.close()
         rows = read_log(self.work)
         assert all(set(r) == set(log.columns) and 0 <= int(r["step"]) <= 4 for r in rows)

@@ -29,10 +29,10 @@ def write_shard(path, tokens):
 
 @pytest.fixture(scope="session")
 def shards(tmp_path_factory):
-    """2,000 train and 600 val tokens below 61, without a meta.json."""
+    """2,000 train and 600 val tokens out of 8 of 61, without a meta.json."""
     folder, rng = tmp_path_factory.mktemp("shards"), np.random.default_rng(0)
-    write_shard(folder / "x_train_0.bin", rng.integers(61, size=2000))
-    write_shard(folder / "x_val_0.bin", rng.integers(61, size=600))
+    write_shard(folder / "x_train_0.bin", rng.integers(8, size=2000))
+    write_shard(folder / "x_val_0.bin", rng.integers(8, size=600))
     return folder
 
 
@@ -162,3 +162,349 @@ def test_two_machines_without_a_shared_disk_stop_instead_of_training_apart(shard
     assert second.returncode != 0
     assert "train.py: the processes disagree: the step to go on from is 6 on rank 0 and 0 on rank 1" in second.stderr
     assert (tmp_path / "n0/run/log.csv").read_bytes() == log and "step:7" not in second.stdout
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Signals and the end
+
+
+def measured(rows):
+    return [{k: v for k, v in r.items() if k not in ("tok_per_s", "ms", "mem_mb", "wait_ms")} for r in rows]
+
+
+def same_weights(a, b):
+    a, b = (torch.load(path, weights_only=True)["model"] for path in (a, b))
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def same_run(a, b):
+    return measured(read_log(a)) == measured(read_log(b)) and all(
+        same_weights(a / name, b / name) for name in ("last.pt", "best.pt"))
+
+
+def send_at(monkeypatch, step, number):
+    """The signal comes in the middle of a step."""
+    clip, calls = torch.nn.utils.clip_grad_norm_, []
+
+    def clipping(*args):
+        calls.append(1)
+        if len(calls) == step:
+            os.kill(os.getpid(), number)
+        return clip(*args)
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clipping)
+
+
+@pytest.mark.parametrize("ignored", [(), (signal.SIGHUP, signal.SIGINT), (signal.SIGUSR1,)])
+def test_a_signal_that_was_ignored_at_the_start_stays_ignored(ignored, monkeypatch):
+    """nohup ignores SIGHUP, a shell SIGINT for a script's jobs in the background."""
+    handled = []
+    monkeypatch.setattr(signal, "getsignal", lambda n: signal.SIG_IGN if n in ignored else signal.SIG_DFL)
+    monkeypatch.setattr(signal, "signal", lambda n, handler: handled.append(n))
+    train.StopSignal()
+    assert set(handled) == {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2} - set(ignored)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP])
+def test_a_stop_comes_before_the_evaluation_which_is_made_up_for(number, shards, tmp_path, monkeypatch, capsys):
+    run(shards, tmp_path / "whole")
+    evaluate, seen = train.evaluate, []
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "evaluate", lambda *args, **more: seen.append(1) or evaluate(*args, **more))
+        send_at(patch, 3, number)
+        with pytest.raises(SystemExit, match=str(128 + number)):
+            run(shards, tmp_path / "a")
+    assert len(seen) == 1  # of the start
+    assert f"go on with: python train.py {tmp_path / 'a'} --resume" in capsys.readouterr().out.replace(
+        train.script("train.py"), "train.py")
+    assert torch.load(tmp_path / "a/last.pt", weights_only=True)["step"] == 3
+    run(shards, tmp_path / "a", resume="true")
+    assert same_run(tmp_path / "a", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("step", [0, 3, 6])
+def test_a_stop_does_not_wait_for_the_end_of_an_evaluation(step, shards, tmp_path, monkeypatch):
+    run(shards, tmp_path / "whole", micro_batch=1)
+    forward, seen = train.GPT.forward, []
+
+    def forwarding(self, idx, targets=None, cache=None):
+        if not torch.is_grad_enabled():
+            seen.append(1)
+            if len(seen) == 1 + 7 * step // 3:  # the first batch of the evaluation behind the step, of seven
+                os.kill(os.getpid(), signal.SIGTERM)
+        return forward(self, idx, targets, cache)
+    with monkeypatch.context() as patch:
+        patch.setattr(train.GPT, "forward", forwarding)
+        with pytest.raises(SystemExit, match="143"):
+            run(shards, tmp_path / "a", micro_batch=1)
+    assert len(seen) == 1 + 7 * step // 3
+    saved = torch.load(tmp_path / "a/last.pt", weights_only=True)
+    assert saved["step"] == step and saved["owed"]
+    run(shards, tmp_path / "a", resume="true", micro_batch=1)
+    assert same_run(tmp_path / "a", tmp_path / "whole")
+
+
+def test_stop_after_ends_a_part_of_the_run_with_the_schedule_of_the_whole(shards, tmp_path, capsys):
+    run(shards, tmp_path / "whole")
+    assert len(run(shards, tmp_path / "a", stop_after=4)) == 5  # and the row of the start
+    assert "stopped after step 4 of 6 as asked" in capsys.readouterr().out
+    run(shards, tmp_path / "a", stop_after=4, resume="true")
+    assert "is finished: 4 of 4 steps are done; raise --stop_after" in capsys.readouterr().out
+    train.train(*train.load_config([str(tmp_path / "a/config.toml"), "--resume=true"]))  # no wish of the first start
+    assert same_run(tmp_path / "a", tmp_path / "whole")
+    with pytest.raises(UserError, match="stop_after=7 is behind the last step, max_steps=6"):
+        train.load_config(["--stop_after=7", "--max_steps=6"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The run folder: the best and the last
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in Path(folder).glob("*.*") if path.suffix in (".pt", ".csv")}
+
+
+def test_the_best_checkpoint_is_never_replaced_by_a_worse_one(shards, tmp_path, monkeypatch, capsys):
+    """Also when best.pt is newer than last.pt, after a kill, and the run goes on with worse settings."""
+    save = train.save_checkpoint
+
+    def killed(folder, name, content):
+        if name == "last.pt" and content["step"] == 4:
+            raise KeyboardInterrupt  # as good as a kill
+        save(folder, name, content)
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "save_checkpoint", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(shards, tmp_path / "a", eval_every=1, max_steps=8)
+    before = torch.load(tmp_path / "a/best.pt", weights_only=True)
+    assert before["step"] > torch.load(tmp_path / "a/last.pt", weights_only=True)["step"] == 2
+    run(shards, tmp_path / "a", resume="true", eval_every=1, max_steps=8, lr=2, min_lr=2)
+    after = torch.load(tmp_path / "a/best.pt", weights_only=True)
+    assert after["best"] == before["best"] and after["step"] == before["step"]
+    assert f"best val loss {before['best']:.4f}" in capsys.readouterr().out
+
+
+def test_no_start_loses_what_a_folder_holds(shards, tmp_path, monkeypatch):
+    """Whatever of log, best.pt and last.pt is missing or damaged: a start goes on, or stops and changes nothing."""
+    run(shards, tmp_path / "a")
+    whole, missing = contents(tmp_path / "a"), {}
+    assert set(whole) == {"log.csv", "last.pt", "best.pt"}
+    states = [{name: raw for i, (name, raw) in enumerate(whole.items()) if bits >> i & 1} for bits in range(8)]
+    states += [whole | {name: raw[:len(raw) // 2]} for name, raw in whole.items() if name != "log.csv"]
+    for number, state in enumerate(states):
+        for start in ("fresh", "resume"):
+            out = tmp_path / f"{number}{start}"
+            out.mkdir()
+            for name, raw in state.items():
+                (out / name).write_bytes(raw)
+            try:
+                run(shards, out, resume=str(start == "resume").lower(), max_steps=8)
+            except UserError as e:
+                missing[number, start] = str(e)
+                assert contents(out) == state and ("--overwrite=true" in str(e) or "move it away" in str(e))
+            else:
+                assert not state or (start == "resume" and "last.pt" in state)
+    assert all((n, "fresh") in missing for n, state in enumerate(states) if state)
+    assert sum("no last.pt to go on from" in m for m in missing.values()) == 3
+    out = tmp_path / "1fresh"
+    run(shards, out, overwrite="true")
+    assert measured(read_log(out)) == measured(read_log(tmp_path / "a"))
+    assert "overwrite" not in (out / "config.toml").read_text(encoding="utf-8")
+    with pytest.raises(UserError, match="resume=true goes on with a run and overwrite=true deletes it"):
+        train.load_config(["--resume=true", "--overwrite=true"])
+
+
+def test_a_start_that_failed_early_does_not_block_the_folder(shards, tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/config.toml").write_text("n_layer = 1\n", encoding="utf-8")
+    (tmp_path / "a/log.csv").write_text("step,tokens\n", encoding="utf-8")
+    assert len(run(shards, tmp_path / "a")) == 7
+
+
+def test_a_run_killed_before_its_first_save_goes_on_from_the_start(shards, tmp_path, monkeypatch):
+    run(shards, tmp_path / "whole", save_every=0)
+    step = torch.optim.AdamW.step
+
+    def killed(self, *args):
+        step(self, *args)
+        if len(read_log(tmp_path / "a")) == 5:
+            raise KeyboardInterrupt
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(shards, tmp_path / "a", save_every=0)
+    assert torch.load(tmp_path / "a/last.pt", weights_only=True)["step"] == 0
+    run(shards, tmp_path / "a", save_every=0, resume="true")
+    assert same_run(tmp_path / "a", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("name", ["init", "n_streams", "tracker", "stop_after", "remat"])
+def test_a_checkpoint_older_than_a_setting_goes_on_with_its_default(name, shards, tmp_path):
+    run(shards, tmp_path / "a", max_steps=2)
+    saved = torch.load(tmp_path / "a/last.pt", weights_only=True)
+    del saved["config"][name]
+    torch.save(saved, tmp_path / "a/last.pt")
+    assert train.load_checkpoint(tmp_path / "a/last.pt")["cfg"] == train.load_config(
+        flags(shards, "a"))[0].__class__(**{k: v for k, v in saved["config"].items() if k in train.GPTConfig.
+                                            __dataclass_fields__})
+    run(shards, tmp_path / "a", max_steps=3, resume="true")
+    saved["config"]["top_sources"] = 3
+    torch.save(saved, tmp_path / "a/last.pt")
+    with pytest.raises(UserError, match="last.pt is not a usable checkpoint .*'top_sources'.*folder source/.*best.pt"):
+        train.load_checkpoint(tmp_path / "a/last.pt")
+
+
+def test_a_setting_the_checkpoint_lacks_may_not_change_silently(shards, tmp_path):
+    run(shards, tmp_path / "a", max_steps=2)
+    saved = torch.load(tmp_path / "a/last.pt", weights_only=True)
+    del saved["config"]["rope_theta"]
+    torch.save(saved, tmp_path / "a/last.pt")
+    with pytest.raises(UserError, match="of another run .rope_theta: 10000.0 -> 5000.0."):
+        run(shards, tmp_path / "a", max_steps=3, resume="true", rope_theta=5000)
+
+
+def test_a_full_disk_is_told_with_the_bytes_that_were_needed(shards, tmp_path, monkeypatch):
+    def full(content, file):
+        file.write(b"x" * 1000)
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(UserError, match=r"cannot write .*last.pt \(.*No space.*it needs 0.0 MB, its disk has .* MB fr"):
+        run(shards, tmp_path / "a")
+    assert not list((tmp_path / "a").glob("*.pt*"))
+    assert train.size_of({"a": [torch.zeros(3)], "b": {"c": torch.zeros(2, dtype=torch.float64)}, "d": 1}) == 28
+
+
+def test_a_log_that_cannot_be_written_saves_the_model_first(shards, tmp_path, monkeypatch):
+    add = train.Log.add
+
+    def full(self, row):
+        if row[0] == 3:
+            raise OSError(28, "No space left on device")
+        add(self, row)
+    monkeypatch.setattr(train.Log, "add", full)
+    with pytest.raises(UserError, match="cannot write .*log.csv .No space left on device.; the model of step 3 is"):
+        run(shards, tmp_path / "a", save_every=0)
+    assert torch.load(tmp_path / "a/last.pt", weights_only=True)["step"] == 3
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Trackers
+
+
+class FakeWandb:
+    """What wandb does with runs of one id."""
+
+    def __init__(self):
+        self.starts, self.points, self.ends = [], {}, []
+
+    def init(self, **settings):
+        self.starts.append(settings)
+        return self
+
+    def log(self, values, step):
+        if step >= max(self.points, default=0):  # it takes none that goes back
+            self.points[step] = values
+
+    def finish(self, exit_code):
+        self.ends.append(exit_code)
+
+
+def test_wandb_goes_on_with_its_run_and_knows_every_setting(shards, tmp_path, monkeypatch):
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr(train, "find_spec", lambda name: True)
+    with monkeypatch.context() as patch:
+        send_at(patch, 3, signal.SIGTERM)
+        with pytest.raises(SystemExit):
+            run(shards, tmp_path / "a", tracker="wandb", residual_mode="attnres")
+    run(shards, tmp_path / "a", tracker="wandb", residual_mode="attnres", resume="true")
+    first, second = fake.starts
+    assert first["id"] == second["id"] and second["resume"] == "allow" and first["name"] == "a"
+    assert set(first["config"]) == set(train.SCHEMA) and first["config"]["residual_mode"] == "attnres"
+    assert fake.ends == [0, 0] or fake.ends == [1, 0]  # a run that was stopped is not finished as if it had failed
+    assert sorted(fake.points) == [0, 1, 2, 3, 4, 5, 6] and "val_loss" in fake.points[3]
+    run(shards, tmp_path / "b", tracker="wandb")
+    assert fake.starts[-1]["id"] != first["id"]
+
+
+def test_a_tracker_that_cannot_start_is_one_line(shards, tmp_path, monkeypatch):
+    fake = FakeWandb()
+    fake.init = lambda **settings: 1 / 0
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr(train, "find_spec", lambda name: True)
+    with pytest.raises(UserError, match="tracker=wandb: division by zero .log in with: wandb login"):
+        run(shards, tmp_path / "a", tracker="wandb")
+
+
+def test_tensorboard_curves_do_not_go_back_after_a_crash(shards, tmp_path, monkeypatch):
+    import types
+    made = []
+
+    class Writer:
+        def __init__(self, folder, purge_step):
+            made.append(purge_step)
+
+        def __getattr__(self, name):
+            return lambda *args: None
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Writer))
+    monkeypatch.setattr(train, "find_spec", lambda name: True)
+    run(shards, tmp_path / "a", tracker="tensorboard", stop_after=4)
+    run(shards, tmp_path / "a", tracker="tensorboard", resume="true")
+    assert made == [None, 5]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data
+
+
+@pytest.mark.parametrize("total, seq_len", [(128, 64), (127, 64), (66, 64), (200, 64), (1001, 10), (65, 64)])
+def test_every_token_of_a_small_corpus_is_seen_equally_often(total, seq_len, tmp_path):
+    write_shard(tmp_path / "x_train_0.bin", np.arange(total))
+    data = train.Tokens(tmp_path, "train", seq_len, total)
+    epochs = 60
+    starts = data.order(3, 0, epochs * data.windows)
+    counts = np.bincount(data.at(starts)[:, :-1].ravel(), minlength=total)
+    assert counts.sum() == epochs * data.windows * seq_len and counts.max() - counts.min() <= 2
+    rows = data.at(starts)
+    assert (np.diff(rows) % total == 1).all()  # consecutive, around the end
+    assert sorted(starts[:data.windows]) == list(range(0, data.windows * seq_len, seq_len))
+    parts = np.concatenate([data.order(3, step, 7) for step in range(10)])
+    assert np.array_equal(parts, data.order(3, 0, 70))  # batch k depends on the seed and on k alone
+    if data.windows > 2:
+        assert set(data.order(3, 1, data.windows)) != set(data.order(4, 1, data.windows))
+
+
+def test_data_is_read_ahead_in_the_same_order(shards, tmp_path):
+    """The next rows are prepared by a thread while the ones before are in use."""
+    import threading
+    _, t = train.load_config(flags(shards, "a", micro_batch=2))
+    data = train.Tokens(shards, "train", 16, 61)
+    threads, at, asked = set(), data.at, threading.Semaphore(0)
+
+    def recorded(starts):
+        threads.add(threading.current_thread())
+        asked.release()
+        return at(starts)
+    data.at = recorded
+    batches = train.read_ahead(data, t, range(3, 6), 2, 1, 2, False)
+    first = next(batches)
+    assert asked.acquire(timeout=10) and asked.acquire(timeout=10)  # the second ones, which nobody asked for yet
+    seen = [first, *batches]
+    assert len(seen) == 6 and threading.main_thread() not in threads
+    for k, (rows, crc, waited) in enumerate(seen):
+        starts = data.order(t.seed, 3 + k // 2, 8)
+        assert np.array_equal(rows.numpy(), at(starts.reshape(2, 2, 2)[k % 2, 1])) and waited >= 0
+        assert crc == train.zlib.crc32(starts.astype("<u8").tobytes(), data.crc)
+    assert len({crc for _, crc, _ in seen}) == 3
+
+
+def test_checksums_of_batches_tell_other_data_apart(shards, tmp_path):
+    write_shard(tmp_path / "d/x_train_0.bin", [1] * 2000)
+    rows = [run(data, tmp_path / name, eval_every=0, max_steps=2) for data, name in (
+        (shards, "a"), (tmp_path / "d", "b"))]
+    assert all(a["crc"] != b["crc"] for a, b in zip(*rows)) and float(rows[0][0]["wait_ms"]) >= 0
+
+
+def test_a_mistake_in_the_data_that_is_read_ahead_is_told(tmp_path):
+    write_shard(tmp_path / "d/x_train_0.bin", [70] * 2000)
+    with pytest.raises(UserError, match="x_train_0.bin holds token 70, but the model has vocab_size=61"):
+        run(tmp_path / "d", tmp_path / "a", eval_every=0)
