@@ -7,34 +7,26 @@
     torchrun --standalone --nproc_per_node=8 eval.py runs/...         on several processes: the same numbers
     python eval.py runs/tiny-standard-seed1 --export=folder           weights that transformers loads
     python eval.py Qwen/Qwen3-0.6B --data_dir=data/val                a Hugging Face folder or Hub id for the run
-    python eval.py study CONFIG --modes=attnres,rd                       train and compare modes in pairs
+    python eval.py runs/tiny-standard-seed1 --ngram=5                 the loss of n-gram counts of its training tokens
 
 The loss is the mean negative log-likelihood over the whole split in nats per token: every token but the first is
 predicted once, from at most seq_len tokens before it. Neither the batch size nor the number of processes changes it.
 """
 import argparse
-import contextlib
-import csv
-import dataclasses
 import json
 import math
-import os
-import re
-import statistics
-import subprocess
 import sys
-import time
-import zlib
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import torch
 
 import hub
-from model import GPT, KNOBS, AttnRes, depth_logits, span
-from prepare_fineweb import Parser, UserError, first_line, get_encoding
-from train import (Tokens, autocast, build_from, choose_device, choose_dtype, commit, evaluate, guard, launched,
-                   load_checkpoint, load_config, load_source, read_meta, start_processes)
+from model import AttnRes, depth_logits, span
+from prepare_fineweb import Parser, UserError, get_encoding
+from train import (Tokens, autocast, build_from, choose_device, choose_dtype, evaluate, guard, load_source, read_meta,
+                   start_processes)
 
 
 def parse_args(argv):
@@ -50,6 +42,7 @@ def parse_args(argv):
     p.add_argument("--routing", action="store_true", help="report the routing weights instead of the loss")
     p.add_argument("--windows", type=int, help="windows of seq_len tokens that --routing looks at (default 32)")
     p.add_argument("--figures", help="folder for the figures of --routing (default: routing/ in the run folder)")
+    p.add_argument("--ngram", type=int, help="print the losses of 1- to n-gram counts of its training tokens instead")
     p.add_argument("--prompt", help="write a continuation of this text instead of evaluating")
     p.add_argument("--tokens", type=int, help="tokens to write (default 200)")
     p.add_argument("--samples", type=int, help="continuations to write (default 1)")
@@ -64,10 +57,12 @@ def parse_args(argv):
              "with --routing": {"windows": 32, "figures": ""}, "with --export": {"form": ""},
              "with --prompt": {"tokens": 200, "samples": 1, "temperature": 0.8, "top_k": 0, "seed": 1}}
     from_zero = "temperature", "top_k", "seed"
-    chosen = [name for name in ("export", "prompt", "routing") if getattr(args, name) not in (None, False)]
+    chosen = [name for name in ("export", "ngram", "prompt", "routing") if getattr(args, name) not in (None, False)]
     if len(chosen) > 1:
         p.error(f"--{chosen[1]} has no effect with --{chosen[0]}")
-    active = [f"with --{name}" for name in chosen] + ["without --prompt"] * (chosen in ([], ["routing"]))
+    if args.ngram is not None and not 1 <= args.ngram <= 10:
+        p.error(f"--ngram={args.ngram}: must be 1 to 10")
+    active = [f"with --{name}" for name in chosen] + ["without --prompt"] * (chosen in ([], ["ngram"], ["routing"]))
     for task, flags in tasks.items():
         for name, default in flags.items():
             value = getattr(args, name)
@@ -175,6 +170,8 @@ def run(args):
         return
     if args.routing:
         return report_routing(args, model, saved, device, dtype)
+    if args.ngram:
+        return report_ngrams(args, model, saved)
     result = measure(args, model, saved, device, dtype, rank, world)
     if rank == 0 and args.json:
         print(json.dumps(result))
@@ -185,11 +182,7 @@ def run(args):
 
 
 def main(argv=None):
-    argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["study"]:
-        guard("eval.py study", lambda: study(parse_study(argv[1:])))
-    else:
-        guard("eval.py", lambda: run(parse_args(argv)))
+    guard("eval.py", lambda: run(parse_args(sys.argv[1:] if argv is None else argv)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -439,313 +432,59 @@ def draw_routing(result, folder):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Study: the same training run in several modes and seeds, compared in pairs of equal seed
+# Counts of n-grams: what a loss is worth
 
 
-STUDY_COLUMNS = ("study", "mode", "knobs", "seed", "added", "tokens", "loss", "speed", "kept", "settings", "commit")
-T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t, two-sided, 1 .. 9 degrees
+MOST_COUNTED = 20_000_000  # tokens; their n-grams take about 3 GB of memory
 
 
-def parse_study(argv):
-    p = Parser("eval.py study", allow_abbrev=False, description="Train every cell of modes x seeds that is not "
-               "finished yet, then compare all that are with one of them in pairs.")
-    p.add_argument("config", help="training configuration; eval_at_tokens are the milestones")
-    p.add_argument("--modes", default="", help="comma-separated, with knobs: rd,mhar:route_heads=4 (and standard)")
-    p.add_argument("--seeds", default="1,2", help="comma-separated (default 1,2)")
-    p.add_argument("--base", default="standard", help="mode to compare with, spelled as in --modes (default standard; "
-                   "any other: the table is printed, no file written)")
-    p.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each (default 2)")
-    p.add_argument("--minutes", type=float, default=1e9, help="start no run after this time")
-    p.add_argument("--runs", default="runs", help="where the run folders lie (default runs)")
-    p.add_argument("--out", default="results", help="folder of tables and figures (default results)")
-    args = p.parse_args(argv)
-    for name, fits, what in (("seeds", re.fullmatch("[0-9]{1,18}(,[0-9]{1,18})*", args.seeds), "whole numbers, commas"),
-                             ("jobs", args.jobs >= 1, "at least 1"), ("minutes", args.minutes >= 0, "at least 0")):
-        if not fits:
-            p.error(f"--{name}={getattr(args, name)}: must be {what}")
-    args.name, modes = Path(args.config).stem, ["standard", args.base, *filter(None, args.modes.split(","))]
-    args.cells = {(mode, int(seed)): None for seed in args.seeds.split(",") for mode in modes}  # no cell twice
-    for mode, seed in args.cells:
-        name, *knobs = mode.split(":")
-        out = Path(args.runs) / f"{args.name}-{'-'.join([name, *knobs]).replace('=', '-')}-seed{seed}"
-        args.cells[mode, seed] = [args.config, f"--residual_mode={name}", *(f"--{k}" for k in knobs), f"--seed={seed}",
-                                  f"--out_dir={out}", "--resume=true"]
-        cfg, t = load_config(args.cells[mode, seed])  # mistakes are told before anything runs
-        if not (t.eval_every and t.eval_at_tokens):
-            raise UserError(f"{args.config} needs eval_every and eval_at_tokens: the losses that a study compares")
-    same = {k: v for k, v in (dataclasses.asdict(cfg) | dataclasses.asdict(t)).items()
-            if k not in KNOBS and k not in ("residual_mode", "seed", "out_dir", "resume")}
-    args.settings = f"{zlib.crc32(json.dumps(same, sort_keys=True).encode()):08x}"  # what all runs must share
-    if launched():
-        raise UserError("eval.py study starts processes of its own: run it without torchrun")
-    return args
+def ngram_losses(train, split, starts, n):
+    """Losses of a split under 1- to n-gram counts of some training windows, interpolated by Witten and Bell (1991).
 
-
-def study(args):
-    """Train what is missing, update results.csv, write the comparison and its figures."""
-    table, end = Path(args.out) / "results.csv", time.monotonic() + 60 * args.minutes
-    rows = read_results(table)
-    if any(r["study"] == args.name and r["settings"] != args.settings for r in rows.values()):
-        raise UserError(f"{table} has runs of {args.name} with other settings than {args.config} has now: give the "
-                        "configuration another name, or --out another folder")
-    waiting = [cell for cell in args.cells if key_of(args, cell) not in rows]
-    running, failed = {}, []
-    try:
-        while waiting or running:
-            for job in [j for j in running if j.poll() is not None]:
-                cell = running.pop(job)
-                if job.returncode:
-                    failed.append(cell)
-                else:
-                    rows[key_of(args, cell)] = result_of(args, cell)
-                    write_results(table, rows)
-                print(f"{'FAILED' if job.returncode else 'done'}: {cell[0]}, seed {cell[1]}", flush=True)
-            while waiting and len(running) < args.jobs and time.monotonic() < end:
-                flags = args.cells[cell := waiting.pop(0)]
-                out = Path(load_config(flags)[1].out_dir)
-                out.parent.mkdir(parents=True, exist_ok=True)
-                with open(f"{out}.txt", "ab") as log:
-                    running[subprocess.Popen([sys.executable, Path(__file__).with_name("train.py"), *flags], stdout=log,
-                                             stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})] = cell
-            if not running and waiting:
-                break  # out of time
-            time.sleep(0.2)
-    finally:
-        for job in running:  # what is cut short saves, and the next start goes on from there
-            job.terminate()
-    for row in rows.values():  # measured once nothing else runs
-        if row["study"] == args.name and not row["speed"]:
-            flags = [args.config, f"--residual_mode={row['mode']}", *(f"--{k}" for k in row["knobs"].split())]
-            same = [r for r in rows.values() if all(r[c] == row[c] for c in ("study", "mode", "knobs"))]
-            cost = cost_of(*load_config(flags))
-            for r in same:
-                r["speed"], r["kept"] = cost
-            write_results(table, rows)
-    text, table, at = compare(args, rows)
-    print(text)
-    if args.base == "standard":
-        (Path(args.out) / f"{args.name}.md").write_text(text, encoding="utf-8")
-        if find_spec("matplotlib"):
-            draw_study(args, table, at)
-            draw_depth(args)
-        else:
-            print("no figures: pip install matplotlib")
-    if failed:
-        raise UserError(f"{len(failed)} of {len(args.cells)} runs failed; see the .txt files in {args.runs}")
-
-
-def key_of(args, cell):
-    mode, *knobs = cell[0].split(":")
-    return args.name, mode, " ".join(knobs), str(cell[1])
-
-
-def read_results(path):
-    if not path.exists():
-        return {}
-    try:
-        with open(path, newline="", encoding="utf-8") as f:
-            rows = {tuple(r[c] for c in ("study", "mode", "knobs", "seed")): r for r in csv.DictReader(f)}
-        for r in rows.values():  # all that `compare` reads
-            if set(r) != set(STUDY_COLUMNS) or None in r.values():
-                raise ValueError(f"its columns must be {', '.join(STUDY_COLUMNS)}, and all of them full")
-            at = [int(x) for x in r["tokens"].split()]
-            if not at or len(at) != len(losses(r)) or not all(map(math.isfinite, losses(r))):
-                raise ValueError(f"losses {r['loss']!r} at tokens {r['tokens']!r}")
-            int(r["added"]), float(r["speed"] or 1), float(r["kept"] or 1)
-        return rows
-    except (ValueError, KeyError, TypeError, AttributeError, csv.Error) as e:
-        raise UserError(f"{path} is damaged ({type(e).__name__}: {first_line(e)}): mend or delete it") from None
-
-
-def write_results(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(f"{path}.new", "w", newline="", encoding="utf-8") as f:
-        writer = csv.DictWriter(f, STUDY_COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows[k] for k in sorted(rows))
-    os.replace(f"{path}.new", path)
-
-
-def result_of(args, cell):
-    """The row of a finished run. `tokens` and `loss` are lists, one entry for each evaluation."""
-    t = load_config(args.cells[cell])[1]
-    with open(Path(t.out_dir) / "log.csv", newline="", encoding="utf-8") as f:
-        seen = [r for r in csv.DictReader(f) if r["val_loss"] and r["step"] != "0"]
-    added = GPT(load_checkpoint(Path(t.out_dir) / "last.pt")["cfg"]).count()["router"]
-    tokens, loss = " ".join(r["tokens"] for r in seen), " ".join(f"{float(r['val_loss']):.5f}" for r in seen)
-    return dict(zip(STUDY_COLUMNS, (*key_of(args, cell), added, tokens, loss, "", "", args.settings, commit())))
-
-
-def cost_of(cfg, t):
-    """(throughput of a forward and backward pass, bytes kept between them), relative to `standard`."""
-    if cfg.residual_mode == "standard":
-        return 1.0, 1.0
-    from study.bench import Clock, kept_bytes, ratio
-    cfg.vocab_size = cfg.vocab_size or read_meta(t.data_dir)["vocab_size"]
-    models = {"standard": GPT(dataclasses.replace(cfg, residual_mode="standard", **KNOBS)), "mode": GPT(cfg)}
-    idx = torch.zeros(t.micro_batch, cfg.seq_len, dtype=torch.long)
-    kept = [kept_bytes(m, idx, contextlib.nullcontext) for m in models.values()]
-    steps = {k: lambda m=m: m(idx, idx)[1].backward() for k, m in models.items()}
-    return round(ratio(Clock(idx.device).rounds(steps, 6, 5), "mode"), 3), round(kept[1] / kept[0], 3)
-
-
-def paired(rows, base):
-    """Differences of the losses to those of `base` with the same seed -> list of (mean, standard error, half width of
-    the 95 % interval, pairs won, pairs), one for each evaluation."""
-    pairs = [(losses(rows[seed]), losses(base[seed])) for seed in rows if seed in base]
-    out = []
-    for i in range(min((len(a) for a, _ in pairs), default=0)):
-        d, n = [a[i] - b[i] for a, b in pairs], len(pairs)
-        error = (sum((x - mean(d)) ** 2 for x in d) / (n - 1) / n) ** 0.5 if n > 1 else math.nan
-        width = T_95[min(n - 2, 8)] * error if n > 1 else math.nan
-        out.append((mean(d), error, width, sum(x < 0 for x in d), n))
+    P_k(w | c) = (count(c w) + kinds(c) P_{k-1}(w | shorter c)) / (count(c) + kinds(c)), where kinds(c) is how many
+    different tokens follow c; P_0 is uniform over the vocabulary. `train` and `split` are Tokens, starts those of the
+    windows in train.
+    """
+    V, text, out = train.vocab_size, split.read(0, split.total), []
+    rows = train.at(np.sort(starts))
+    p = np.full(len(text) - 1, 1 / V)  # of text[1:]
+    # contexts are numbers: of k tokens, that of the later k - 1 joined with the first, then its place among all seen
+    seen, here = np.zeros_like(rows[:, 1:]), np.zeros_like(text[1:])  # before each target in rows and text
+    for k in range(n):
+        if k:
+            keys = seen[:, k > 1:] * V + rows[:, :-k]
+            contexts, seen = np.unique(keys, return_inverse=True)
+            seen, here = seen.reshape(keys.shape), here[k > 1:]
+            here = lookup(contexts, np.where(here < 0, -1, here * V + text[:-k]))
+        first = max(k, 1)  # target that has a context of k tokens
+        pairs, counts = np.unique(seen * V + rows[:, first:], return_counts=True)
+        total, kinds = np.bincount(pairs // V, counts), np.bincount(pairs // V)
+        known = here >= 0
+        c, pair = here[known], lookup(pairs, (here * V + text[first:])[known])
+        count, shorter = np.where(pair < 0, 0, counts[pair]), p[first - 1:][known]
+        p[first - 1:][known] = (count + kinds[c] * shorter) / (total[c] + kinds[c])
+        out.append(-np.log(p).mean())
     return out
 
 
-def losses(row):
-    return [float(x) for x in row["loss"].split()]
+def report_ngrams(args, model, saved):
+    """Print the n-gram losses of the tokens that a run has seen; of more than MOST_COUNTED, of the first ones."""
+    split, _ = open_split(args, model, saved)
+    train = Tokens(data_folder(args, saved), "train", model.cfg.seq_len, model.cfg.vocab_size)
+    count = min(saved["tokens"], MOST_COUNTED, train.windows * train.seq_len) // train.seq_len
+    if not count:
+        raise UserError(f"{args.run} tells no training tokens to count")
+    found = ngram_losses(train, split, train.order(saved["config"]["seed"], 0, count), args.ngram)
+    result = dict(run=args.run, split=args.split, counted=count * train.seq_len, losses=found)
+    print(json.dumps(result) if args.json else f"n-gram losses on {data_folder(args, saved)} {args.split}, counted in "
+          f"{result['counted']:,} of the {saved['tokens']:,} training tokens of {args.run}:\n" +
+          "\n".join(f"{n}-gram {loss:.4f}" for n, loss in enumerate(found, 1)))
 
 
-def tokens_needed(base, loss):
-    """Tokens after which the mean curve [(tokens, loss)] of `standard` reaches a loss, on a line in log tokens through
-    its neighbours; beyond the end, on the line through the last two."""
-    below = next((i for i, (_, y) in enumerate(base) if y <= loss), len(base) - 1)
-    (x0, y0), (x1, y1) = base[max(0, below - 1):][:2]
-    return x0 * (x1 / x0) ** ((y0 - loss) / (y0 - y1))
-
-
-def compare(args, rows):
-    """-> (table as Markdown, its rows by mode, tokens at the evaluations) of all runs against those of args.base."""
-    runs, name = {}, args.base.replace(":", " ")
-    for (study, mode, knobs, seed), row in rows.items():
-        if study == args.name:
-            runs.setdefault(f"{mode} {knobs}".strip(), {})[seed] = row
-    for mode, _ in args.cells:
-        runs.setdefault(mode.replace(":", " "), {})
-    base = runs[name]
-    if not base:
-        raise UserError(f"no run of {name} is finished, so there is nothing to compare with")
-    spread = statistics.stdev(losses(r)[-1] for r in base.values()) if len(base) > 1 else math.nan
-    noise = f"The final loss of `{name}` has a standard deviation of {spread:.4f} over its {len(base)} seeds."
-    shared = {seed for mode in runs if mode != name for seed in runs[mode]}
-    base = {seed: r for seed, r in base.items() if seed in shared} or base  # further seeds tell the noise, no more
-    runs = {mode: {seed: r for seed, r in mine.items() if seed in base} for mode, mine in runs.items()}
-    first = next(iter(base.values()))
-    at = [int(x) for x in first["tokens"].split()]
-    curve = list(zip(at, (mean(y) for y in zip(*map(losses, base.values())))))
-    lines = [f"| mode | added | loss | {' | '.join(f'Δ at {x / 1e6:.2f}M' for x in at)} | standard error | "
-             f"95 % interval | pairs won | tokens needed by `{name}` | tokens/s | kept for backward |",
-             "|---" * (len(at) + 9) + "|"]
-    table = {}
-    for mode, mine in runs.items():
-        if mine:
-            table[mode] = dict(found=paired(mine, base), rows=mine, loss=mean(losses(r)[-1] for r in mine.values()),
-                               speed=mean(float(r["speed"]) for r in mine.values()))
-    table = dict(sorted(table.items(), key=lambda t: (t[0] != name, t[1]["found"][-1][0])))
-    for mode, t in table.items():
-        row, loss, found = next(iter(t["rows"].values())), t["loss"], t["found"]
-        delta, error, width, won, n = found[-1]
-        if mode == name:
-            lines.append(f"| `{mode}` | {int(row['added']):,} | {loss:.4f} |" + " |" * (len(at) + 3) +
-                         f" 1 × | {t['speed']:.2f} × | {float(row['kept']):.2f} × |")
-            continue
-        needed = tokens_needed(curve, curve[-1][1] + delta) / at[-1]
-        lines.append(f"| `{mode}` | {int(row['added']):,} | {loss:.4f} | " + " | ".join(f"{f[0]:+.4f}" for f in found) +
-                     f" | {error:.4f} | {delta - width:+.4f} to {delta + width:+.4f} | {won}/{n} | {needed:.2f} × | "
-                     f"{t['speed']:.2f} × | {float(row['kept']):.2f} × |"
-                     .replace("nan | +nan to +nan", "| one pair"))
-    lines += [f"| `{mode}` |" + " not run |" * (len(at) + 8) for mode in runs if mode not in table]
-    return "\n".join([*lines, "", noise]) + "\n", table, at
-
-
-def draw_study(args, table, at):
-    plt = pyplot()
-    colours = {mode: f"C{i}" if mode != "standard" else "k" for i, mode in enumerate(table)}
-
-    def save(figure, what):
-        figure.tight_layout()
-        figure.savefig(Path(args.out) / f"{args.name}_{what}.png", dpi=100)
-        plt.close(figure)
-    fig, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
-    for mode, t in table.items():
-        style = dict(marker="ovs^D<P>X*"[len(left.lines) % 10], ms=4, color=colours[mode], label=mode)
-        left.plot(at, [mean(y) for y in zip(*map(losses, t["rows"].values()))], **style)
-        right.plot(at, [f[0] for f in t["found"]], **style)
-    left.set(ylabel="validation loss (nats per token)", title="loss, mean over seeds")
-    right.set(ylabel="loss minus that of standard (nats)", title="difference from standard, mean over pairs")
-    for ax in (left, right):
-        ax.set(xscale="log", xlabel="training tokens")
-        ax.set_xticks(at, [f"{x / 1e6:.2f}M" for x in at])
-        ax.minorticks_off()
-    left.legend(fontsize=7)
-    save(fig, "loss")
-
-    others = [m for m in table if m != "standard"][::-1]
-    fig, ax = plt.subplots(figsize=(6.5, 1.2 + 0.32 * len(others)))
-    for i, mode in enumerate(others):
-        delta, _, width, _, _ = table[mode]["found"][-1]
-        ax.errorbar(delta, i, xerr=None if math.isnan(width) else width, fmt="o", color=colours[mode], capsize=3)
-    won = {m: table[m]["found"][-1][3:] for m in others}
-    ax.set_yticks(range(len(others)), [f"{m}  ({won[m][0]} of {won[m][1]} won)" for m in others])
-    ax.axvline(0, color="k", lw=0.8)
-    ax.locator_params(axis="x", nbins=6)
-    ax.set_xlabel("final loss minus that of standard (nats)\n95 % interval; left is better")
-    save(fig, "difference")
-
-    fig, ax = plt.subplots(figsize=(6, 4))
-    for mode, t in table.items():
-        ax.plot(t["speed"], t["loss"], "o", color=colours[mode])
-        ax.annotate(mode, (t["speed"], t["loss"]), fontsize=7, xytext=(4, 3), textcoords="offset points")
-    ax.margins(0.2, 0.1)
-    ax.set(xlabel="tokens per second on this machine, relative to standard", title="right and low is better",
-           ylabel="final validation loss (nats per token)")
-    save(fig, "speed")
-
-
-def draw_depth(args):
-    """Where the trained models read: weights of one mode, largest weight by depth, divergence of roles; first seed."""
-    plt = pyplot()
-    fig, (left, middle, right) = plt.subplots(1, 3, figsize=(16, 4.6))
-    device, dtype, shown = torch.device("cpu"), torch.float32, []
-    for (mode, seed), flags in args.cells.items():
-        folder = Path(load_config(flags)[1].out_dir)
-        if seed != min(s for _, s in args.cells) or ":" in mode or not (folder / "last.pt").exists():
-            continue
-        model, saved, _ = load_model(folder, device, dtype)
-        if not hasattr(model.residual, "query") or hasattr(model.residual, "histories"):
-            continue
-        data = Tokens(saved["config"]["data_dir"], "val", model.cfg.seq_len, model.cfg.vocab_size)
-        routes = measure_routing(model, data.rows(range(min(32, data.windows))), 8, device, dtype)
-        first = [r for r in routes if "_" not in r["route"]]
-        if mode != "rd" and model.residual.route_heads == 1:  # those are drawn for attnres_block and attnres
-            line, = middle.plot([r["site"] for r in first], [r["max"] for r in first], ".-", label=mode)
-            middle.plot([r["site"] for r in first], [1 / len(r["sources"]) for r in first], ":", color=line.get_color())
-        if mode == "rd":
-            part = [r for r in first if "roles" in r]
-            right.plot([r["site"] for r in part], [r["roles"] for r in part], "o-", label="trained queries")
-            right.plot([r["site"] for r in part], [r["roles_null"] for r in part], "o--", label="random queries")
-        shown.append((mode, first))
-    if not shown:
-        print("no figure of depth weights: the runs of the first seed are not on this machine")
-        return plt.close(fig)
-    mode, first = next((s for s in shown if s[0] == "attnres"), shown[0])
-    names = first[-1]["sources"] if first[-1]["place"] == "head" else max((r["sources"] for r in first), key=len)
-    table = [[w * len(r["weights"]) for w in r["weights"]] + [math.nan] * (len(names) - len(r["sources"]))
-             for r in first]
-    image = left.imshow(table, aspect="auto", vmin=0, vmax=2, cmap="RdBu_r")
-    left.set_xticks(range(len(names)), names, rotation=90, fontsize=6)
-    left.set_yticks(range(len(first)), [r["place"] for r in first], fontsize=6)
-    left.set(xlabel="source", ylabel="site that reads", title=f"depth weights of {mode}")
-    fig.colorbar(image, ax=left, label="mean weight x number of sources (1: as in standard)", extend="max")
-    middle.set(xlabel="site (sublayer that reads)", ylabel="largest weight, mean over tokens", ylim=(0, 1),
-               title="how sharply a site reads")
-    right.set(xlabel="site (sublayer that reads)", ylabel="Jensen-Shannon divergence (nats)", ylim=(0, None),
-              title="rd: how far apart the routes of QK and V are")
-    for ax in (ax for ax in (middle, right) if ax.get_legend_handles_labels()[1]):
-        ax.legend(fontsize=8)
-    fig.tight_layout()
-    fig.savefig(Path(args.out) / f"{args.name}_depth.png", dpi=100)
-    return plt.close(fig)
+def lookup(sorted_keys, wanted):
+    """Index of each wanted key in sorted keys, -1 where it is not among them."""
+    at = np.searchsorted(sorted_keys, wanted).clip(max=len(sorted_keys) - 1)
+    return np.where(sorted_keys[at] == wanted, at, -1)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,10 @@ import math
 import statistics
 from typing import NamedTuple
 
+import numpy as np
+
+SAME = 0.01  # nat: differences within this are none
+
 
 def t_inside(t, df):
     """P(|T| < t) for Student's t with a whole number of degrees of freedom (Abramowitz and Stegun 26.7.3, 26.7.4)."""
@@ -65,3 +69,76 @@ def holm(p):
     for i, (value, name) in enumerate(tested):
         worst = out[name] = min(1.0, max(worst, value * (len(tested) - i)))
     return out
+
+
+def over_documents(pairs, draws=2000):
+    """95 % interval of the mean difference over documents drawn anew (bootstrap), seeds held fixed.
+
+    pairs: ([(tokens, loss), ...] of the mode, the same of the base) for each seed. None with fewer than five documents.
+    """
+    if not pairs or min(len(x) for pair in pairs for x in pair) < 5:
+        return None
+    tables = np.array(pairs)  # (seeds, 2, documents, 2)
+    tokens, delta = tables[0, 0, :, 0], (tables[:, 0, :, 1] - tables[:, 1, :, 1]).mean(0)
+    drawn = np.random.default_rng(0).integers(len(tokens), size=(draws, len(tokens)))
+    means = (delta * tokens)[drawn].sum(1) / tokens[drawn].sum(1)
+    return tuple(np.quantile(means, (0.025, 0.975)))
+
+
+def tokens_for(curve, loss):
+    """Tokens after which `standard` reaches a loss, on lines in log tokens between its finished runs [(tokens, loss)].
+    None outside of them: nothing is extrapolated."""
+    for (x0, y0), (x1, y1) in zip(curve, curve[1:]):
+        if y1 <= loss <= y0:
+            return x0 * (x1 / x0) ** ((y0 - loss) / (y0 - y1))
+    return None
+
+
+SAME = 0.01  # nat: differences within this are none
+
+
+def verdict(main, p, first=None, last=None, papers=None, static=None, moved=None):
+    """Words for one arm from its Paired differences: to the base at the main, the first and the longest budget, to the
+    papers' start and to static weights at the main one. p is Holm's over all arms; moved as in `cell.moved`.
+
+        gain, loss             p < 0.05, and the sign
+        no difference          else, if the 90 % interval lies inside +-0.01 nat; "cannot tell" where it does not
+        transient              gain at the longest budget below half of that at the first, or below 0.01 nat
+        due to the start       gain over the papers' start at least twice that over the sound start
+        attention helps        below static learned weights, 95 % interval without 0
+        routes still moving    in the last third of the run by a tenth of their way or more
+    """
+    words = []
+    low, high = main.interval(0.90)
+    if p < 0.05:
+        words.append("gain" if main.mean < 0 else "loss")
+    elif -SAME < low and high < SAME:
+        words.append("no difference")
+    else:
+        words.append("cannot tell")
+    if words == ["gain"]:
+        if last and (last.mean > -SAME or first and last.mean > first.mean / 2):
+            words.append("transient")
+        if papers and papers.mean <= 2 * main.mean:
+            words.append("due to the start")
+    if static:
+        low, high = static.interval()
+        words += ["attention helps"] if high < 0 else []
+    return words + (["routes still moving"] if moved is not None and moved >= 0.1 else [])
+
+
+def sentence(arm, base, d, p):
+    """One line for people."""
+    low, high = d.interval()
+    pairs = f"{d.won if d.mean < 0 else d.n - d.won} of {d.n} pairs"
+    if d.n < 2:
+        return f"{arm}: {d.mean:+.3f} nat against {base} in one pair; one pair says nothing about chance."
+    if p < 0.05:
+        a, b = sorted((abs(low), abs(high)))
+        word = "better" if d.mean < 0 else "worse"
+        return f"{arm} is {word} than {base} by {abs(d.mean):.3f} nat ({a:.3f} to {b:.3f}), {pairs}."
+    low90, high90 = d.interval(0.90)
+    if -SAME < low90 and high90 < SAME:
+        return f"{arm} and {base} do not differ by {SAME} nat ({low:+.3f} to {high:+.3f}), {d.n} pairs."
+    return (f"{arm} and {base} cannot be told apart: {d.mean:+.3f} nat ({low:+.3f} to {high:+.3f}), {pairs} with that "
+            "sign. More seeds or longer runs would tell.")

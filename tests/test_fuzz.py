@@ -21,6 +21,7 @@ import train
 from helpers import gradients, ordinary, prepare, read_log, run_training, TINY_RUN, write_tokenizer
 from model import GPT
 from prepare_fineweb import UserError
+from study import plan
 
 
 class Hang(BaseException):
@@ -378,11 +379,11 @@ class Fuzz:
 
     def results(self):
         """The table of a study: no row loses a number, or gets another kind of value."""
-        row = b"study,rd,,%d,768,65536 131072,2.54321 2.41234,0.81,1.25,19fd5cb9,abc\n"
-        raw = ",".join(evaluation.STUDY_COLUMNS).encode() + b"\n" + row % 1 + row % 2
+        row = b"rd,%d,250,0.002,1.0,1024000,1.512,,9:1.5 8:1.6,768,0.3,0.01,900,a,b,c,d,e\n"
+        raw = ",".join(plan.COLUMNS).encode() + b"\n" + row % 1 + row % 2
         self.lay_out({"r.csv": damaged(self.rng, raw)})
-        for r in evaluation.read_results(self.work / "r.csv").values():
-            assert len(evaluation.losses(r)) == len(r["tokens"].split()) > 0 and int(r["added"]) + float(r["speed"])
+        for cell, r in plan.read_rows(self.work / "r.csv").items():
+            assert math.isfinite(float(r["loss"])) and cell.steps > 0 and int(r["tokens"]) > 0 and cell.lr > 0
 
     def log(self):
         """Of a log only whole rows are taken over, whatever else the file holds."""

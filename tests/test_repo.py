@@ -72,7 +72,6 @@ MISTAKES = [
     ("train.py {r}/config.toml --out_dir={t}/new --vocab_size=4611686018427387902", "out of memory"),
     ("eval.py {r} --batch=0", "--batch=0: out of range"),
     ("prepare_fineweb.py --source={t} --out=", "--out is empty"),
-    ("kernels.py --nope", "knows --quick, --json and --model, not --nope"),
     ("train.py {r}/config.toml", "holds a run already"),
     ("train.py nothere.toml", "cannot read nothere.toml"),
     ("train.py {d}/meta.json", "expected a .toml file"),
@@ -97,11 +96,6 @@ MISTAKES = [
     ("eval.py {r} --data_dir={t}/nothing", "no data in {t}/nothing"),
     ("eval.py {r} --temperature=nan --prompt=x", "--temperature=nan: out of range"),
     ("eval.py {r} --routing", "residual_mode=standard has no routes"),
-    ("eval.py study", "the following arguments are required: config"),
-    ("eval.py study {r}/config.toml --seeds=a", "--seeds=a: must be whole numbers"),
-    ("eval.py study {r}/config.toml --jobs=0", "--jobs=0: must be at least 1"),
-    ("eval.py study {r}/config.toml --modes=attnress", "did you mean attnres"),
-    ("eval.py study {r}/config.toml --modes=rd:heads=2", "unknown key 'heads'"),
     ("prepare_fineweb.py", "the following arguments are required: --out"),
     ("prepare_fineweb.py --source={t}/nothing --out={t}/o", "no such file or folder"),
     ("prepare_fineweb.py --source={r}/source --out={t}/o", "no file that ends in .txt"),
@@ -111,8 +105,7 @@ MISTAKES = [
     ("prepare_fineweb.py --source=stdlib --out={t}/o --tokenizer=gpt5", "--tokenizer=gpt5 is unknown"),
     ("prepare_fineweb.py --source=stdlib --out={t}/o --holdout=50", "--holdout=50: must be 1 to 49"),
     ("prepare_fineweb.py --source=stdlib --out=/proc/nope", "cannot write to this folder"),
-    ("prepare_fineweb.py --verify --out={t}/nothing", "no data in {t}/nothing"),
-    ("kernels.py --model --fast", "not --fast")]
+    ("prepare_fineweb.py --verify --out={t}/nothing", "no data in {t}/nothing")]
 
 
 @pytest.mark.parametrize("mistakes", ordinary(MISTAKES[:4], slow=MISTAKES[4:]), ids=len)

@@ -1,19 +1,23 @@
 """The study and the benchmark."""
 import contextlib
-import csv
 import functools
 import json
+import math
 import re
+import shutil
+import types
 
 import numpy as np
 import pytest
 import torch
 
 import eval as evaluation
-
-from helpers import assert_close, flags, loss_of, make, tokens
+import train
+from helpers import HERE, assert_close, loss_of, make, tokens
 from model import GPTConfig
-from study import bench
+from prepare_fineweb import UserError
+from study import bench, cell, plan, run, stats
+from train import Tokens, load_config
 
 
 def test_benchmark(capsys, monkeypatch):
@@ -41,70 +45,264 @@ def test_the_textbook_form_of_routing_is_the_reference():
     assert_close(bench.stack_and_einsum(residual.query, e), bench.routed(residual, e, 6), 1e-12)
 
 
+def test_students_t_is_its_integral():
+    for df in (1, 2, 3, 4, 7, 30):
+        x = np.linspace(-2.5, 2.5, 200_001)
+        density = math.gamma((df + 1) / 2) / math.gamma(df / 2) / math.sqrt(df * math.pi) * (1 + x * x / df) ** (
+            -(df + 1) / 2)
+        inside = ((density[1:] + density[:-1]) / 2 * np.diff(x)).sum()
+        assert stats.t_inside(2.5, df) == pytest.approx(inside, abs=1e-9)
+        assert stats.t_quantile(inside, df) == pytest.approx(2.5, abs=1e-7)
+
+
 def test_paired_differences():
-    def rows(*losses):
-        return {str(seed): dict(loss=text) for seed, text in enumerate(losses)}
-    base, mine = rows("3.0 2.0", "3.1 2.2", "3.0 2.1"), rows("2.9 1.9", "3.0 1.9", "3.1 2.0")
-    (early, *_), (delta, error, width, won, n) = evaluation.paired(mine, base)
-    assert early == pytest.approx(-0.1 / 3) and delta == pytest.approx(-0.5 / 3) and (won, n) == (3, 3)
-    d = np.array([-0.1, -0.3, -0.1])
-    assert error == pytest.approx(d.std(ddof=1) / 3**0.5) and width == pytest.approx(4.303 * error)
-    assert evaluation.paired(rows("3.0 2.0"), base)[1][3:] == (0, 1)
-    assert evaluation.paired({"7": dict(loss="1 1")}, base) == []  # only equal seeds are pairs
+    base, mine = {1: 2.0, 2: 2.2, 3: 2.1, 9: 5.0}, {1: 1.9, 2: 1.9, 3: 2.0, 4: 0.0}
+    d = stats.paired(mine, base)  # only equal seeds are pairs
+    x = np.array([-0.1, -0.3, -0.1])
+    assert (d.mean, d.error) == pytest.approx((x.mean(), x.std(ddof=1) / 3**0.5)) and (d.won, d.n) == (3, 3)
+    assert max(d.interval(1 - d.p)) == pytest.approx(0, abs=1e-9)  # p is where the interval touches 0
+    one = stats.paired({1: 1.9}, base)
+    assert math.isnan(one.p) and one.interval() == (-math.inf, math.inf) and stats.paired({5: 1.0}, base) is None
+
+
+def test_holm_corrects_for_the_number_of_tests():
+    assert stats.holm(dict(a=0.01, b=0.04, c=0.03)) == pytest.approx(dict(a=0.03, b=0.06, c=0.06))
+    assert stats.holm(dict(a=0.6, b=0.02))["a"] == 0.6 and stats.holm(dict(a=0.9, b=0.8))["a"] == 1
+    assert math.isnan(stats.holm(dict(a=math.nan, b=0.02))["a"]) and stats.holm(dict(a=math.nan, b=0.02))["b"] == 0.02
+
+
+def test_each_verdict_is_said_where_its_rule_holds():
+    def d(mean, spread=0.004, n=4):
+        return stats.Paired(mean, spread, n, n if mean < 0 else 0)
+    for p, args, words in (
+            (0.01, dict(main=d(-0.03)), ["gain"]), (0.01, dict(main=d(0.03)), ["loss"]),
+            (0.4, dict(main=d(-0.001)), ["no difference"]), (0.4, dict(main=d(-0.008)), ["cannot tell"]),
+            (0.4, dict(main=d(-0.001, 0.03)), ["cannot tell"]),
+            (0.01, dict(main=d(-0.03), first=d(-0.05), last=d(-0.024)), ["gain", "transient"]),
+            (0.01, dict(main=d(-0.03), first=d(-0.05), last=d(-0.026)), ["gain"]),
+            (0.01, dict(main=d(-0.03), first=d(-0.01), last=d(-0.009)), ["gain", "transient"]),
+            (0.01, dict(main=d(-0.03), papers=d(-0.07)), ["gain", "due to the start"]),
+            (0.01, dict(main=d(-0.03), papers=d(-0.05)), ["gain"]),
+            (0.4, dict(main=d(-0.001), papers=d(-0.05)), ["no difference"]),
+            (0.01, dict(main=d(-0.03), static=d(-0.02)), ["gain", "attention helps"]),
+            (0.01, dict(main=d(-0.03), static=d(-0.004)), ["gain"]),
+            (0.01, dict(main=d(-0.03), moved=0.1), ["gain", "routes still moving"])):
+        assert stats.verdict(p=p, **args) == words, (p, args)
+    assert stats.sentence("rd", "standard", d(-0.021), 0.01).startswith("rd is better than standard by 0.021 nat (0.01")
+    assert "4 of 4 pairs" in stats.sentence("rd", "standard", d(0.021), 0.01)
+    assert "do not differ" in stats.sentence("rd", "standard", d(-0.001), 0.4)
+    assert "cannot be told apart" in stats.sentence("rd", "standard", d(-0.001, 0.03), 0.4)
+
+
+def test_documents_are_drawn_anew_with_their_tokens():
+    mine = [(10, 1.0), (20, 2.0), (30, 1.5), (5, 1.0), (9, 3.0)]
+    assert stats.over_documents([(mine, [(n, x + 0.1) for n, x in mine])]) == pytest.approx((-0.1, -0.1))
+    low, high = stats.over_documents([([(10, 1.0)] * 4 + [(10, 2.0)], [(10, 1.0)] * 5)])
+    assert low == 0 and 0.2 < high <= 0.8
+    assert stats.over_documents([]) is None and stats.over_documents([([], [])]) is None
+
+
+def test_tokens_for_a_loss_are_never_extrapolated():
     curve = [(100, 4.0), (200, 3.0), (400, 2.0)]
-    for loss, n_tokens in ((2.0, 400), (1.0, 800), (2.5, 200 * 2**0.5), (3.0, 200), (4.5, 100 / 2**0.5)):
-        assert evaluation.tokens_needed(curve, loss) == pytest.approx(n_tokens)
+    for loss, n in ((2.0, 400), (2.5, 200 * 2**0.5), (3.0, 200), (1.9, None), (4.1, None)):
+        assert stats.tokens_for(curve, loss) == (n if n is None else pytest.approx(n))
 
 
-def test_a_study_trains_what_is_missing_and_compares(data, tmp_path, capsys):
-    lines = [f"{f[2:].split('=')[0]} = {f.split('=')[1]}" for f in flags("x", "x", eval_every=6, max_steps=6) if
-             not f.startswith(("--data_dir", "--out_dir", "--device", "--dtype"))]
-    config = tmp_path / "small.toml"
-    config.write_text("\n".join([*lines, f'data_dir = "{data}"', 'eval_at_tokens = "512"']), encoding="utf-8")
+def test_n_grams_are_counted_as_their_definition_says(data):
+    train_tokens, val = Tokens(data, "train", 32, 257), Tokens(data, "val", 32, 257)
+    starts = np.arange(0, 40 * 32, 32)
+    rows, text = train_tokens.at(starts).tolist(), val.read(0, 400).tolist()
+    val.read, val.total = lambda first, n: np.array(text[first:first + n]), len(text)
+
+    def count(k):
+        table = {}
+        for row in rows:
+            for i in range(max(k, 1), len(row)):
+                followers = table.setdefault(tuple(row[i - k:i]), {})
+                followers[row[i]] = followers.get(row[i], 0) + 1
+        return table
+    tables = [count(k) for k in range(4)]
+
+    def p(i, k):
+        shorter = p(i, k - 1) if k else 1 / 257
+        followers = tables[k].get(tuple(text[i - k:i])) if i >= k else None
+        if not followers:
+            return shorter
+        return (followers.get(text[i], 0) + len(followers) * shorter) / (sum(followers.values()) + len(followers))
+    expected = [np.mean([-math.log(p(i, k)) for i in range(1, len(text))]) for k in range(4)]
+    assert evaluation.ngram_losses(train_tokens, val, starts[::-1], 4) == pytest.approx(expected, rel=1e-12)
+
+
+CONFIG = """
+data_dir = "{data}"
+n_layer = 2
+n_head = 2
+n_embd = 32
+n_ffn = 32
+seq_len = 32
+micro_batch = 4
+tokens_per_step = 128
+lr = 4e-3
+min_lr = 0.0
+warmup_steps = 2
+device = "cpu"
+dtype = "float32"
+eval_every = 0
+save_every = 3
+[study]
+steps = [5, 10]
+seeds = 2
+{more}
+[arm.standard]
+[arm.attnres_block]
+"""
+
+
+@pytest.fixture
+def small(data, tmp_path):
+    """(path of a study's configuration, function that writes it anew with more in [study])"""
+    path = tmp_path / "small.toml"
+
+    def write(more="", **changes):
+        text = CONFIG.format(data=data, more=more)
+        for old, new in changes.items():
+            text = text.replace(old, new)
+        path.write_text(text, encoding="utf-8")
+    write()
+    return path, write
+
+
+def test_a_branch_is_the_run_of_its_budget(small, tmp_path):
+    """Bit for bit: the trunk's copies end where runs of 5 and of 10 steps end that were never cut."""
+    path, _ = small
+    _, arms, _ = plan.read_config(path, run.parse_args([str(path)]))
+    flags = [*arms["attnres_block"].flags, "--seed=3"]
+    rows = [cell.finish(flags, tmp_path / "cell", steps) for steps in (5, 10)]
+    for steps, row in zip((5, 10), rows):
+        straight = tmp_path / f"straight{steps}"
+        _, t = load_config([*flags, f"--out_dir={straight}", "--schedule=wsd", f"--max_steps={steps}",
+                            f"--decay_steps={steps // 5}"])
+        train.train(load_config(flags)[0], t)
+        saved, mine = (train.load_checkpoint(folder / "last.pt")["model"] for folder in (
+            straight, tmp_path / "cell" / str(steps)))
+        assert saved.keys() == mine.keys() and all(torch.equal(saved[k], mine[k]) for k in saved)
+        device, dtype = torch.device("cpu"), torch.float32
+        model, checkpoint, _ = evaluation.load_model(straight, device, dtype)
+        val = Tokens(checkpoint["config"]["data_dir"], "val", 32, 257)
+        assert float(row["loss"]) == pytest.approx(train.evaluate(model, val, 4, device, dtype)[0], abs=2e-6)
+        parts = [[float(x) for x in d.split(":")] for d in row["documents"].split()]
+        assert sum(n for n, _ in parts) == val.total - 1
+        assert sum(n * x for n, x in parts) / (val.total - 1) == pytest.approx(float(row["loss"]), abs=1e-4)
+        assert row["added"] == 2 * 2 * 32 and float(row["moved"]) > 0
+    assert cell.finish(flags, tmp_path / "cell", 10)["loss"] == rows[1]["loss"]  # nothing is trained twice
+    with pytest.raises(UserError, match="is at step 8, past step 4"):
+        cell.finish(flags, tmp_path / "cell", 5) if shutil.rmtree(tmp_path / "cell/5") is None else None
+
+
+def row_of(loss, arms, c, **more):
+    """A row as a finished run leaves it."""
+    return dict.fromkeys(plan.COLUMNS, "") | dict(
+        loss=str(loss), tokens=str(128 * c.steps), added="8", moved="0.05", settings=arms[c.arm].settings, data="x",
+        documents="") | more
+
+
+def test_every_arm_gets_as_many_trials_and_every_run_comes_once(small):
+    path, write = small
+    write("trials = 5\nlong_steps = 20\nlong_seeds = 1")
+    study, arms, _ = plan.read_config(path, run.parse_args([str(path), "--modes=attnres_block,rd,mhar"]))
+    for slope in (-1, 0, 1):  # the best rate at the lower edge, inside, at the upper edge
+        rows, order = {}, []
+        while cells := plan.wanted(study, arms, rows):
+            c = cells[0]
+            assert c not in rows and len({x.trunk for x in cells}) == len(cells)
+            loss = 3 + abs(math.log2(c.lr / 4e-3) + 2 * slope) + 0.1 * list(arms).index(c.arm) + 0.01 * c.mult
+            rows[c] = row_of(loss, arms, c)
+            order.append(c)
+        tried = {n: plan.trials(study, rows, n) for n in arms}
+        assert {len(x) for x in tried.values()} == {5}
+        assert {m for _, m in tried["rd"]} == ({1, 4, 16} if slope == 0 else {1, 4}) and {
+            m for _, m in tried["standard"]} == {1}
+        runs = [c for c in order if c.seed != 101]
+        assert len(runs) == 4 * 2 * 2 + 3 and {c.arm for c in runs[-3:]} == {"standard", "attnres_block", "rd"}
+        assert all(c.steps == 20 for c in runs[-3:]) and len({c.lr for c in runs if c.arm == "rd"}) == 1
+        assert not plan.left_to_train(study, arms, rows)
+
+
+@pytest.mark.slow
+def test_a_study_from_its_configuration_to_its_sentence(small, tmp_path, monkeypatch, capsys):
+    path, write = small
+
+    class InThisProcess:
+        """A process that has trained its cell when it is started."""
+        def __init__(self, command, **_):
+            self.returncode = 0
+            cell.main([str(x) for x in command[3:]])
+
+        def poll(self):
+            return self.returncode
+
+        terminate = wait = poll
+    monkeypatch.setattr(run, "subprocess", types.SimpleNamespace(Popen=InThisProcess))
 
     def study(*more):
-        evaluation.main(["study", str(config), f"--runs={tmp_path / 'runs'}", f"--out={tmp_path / 'out'}", *more])
+        run.run(run.parse_args([str(path), f"--runs={tmp_path / 'runs'}", f"--out={tmp_path / 'out'}", *more]))
         return capsys.readouterr().out
-    first = study("--modes=rd", "--seeds=1,2")
-    assert first.count("done: ") == 4 and "| `rd` |" in first and "/2 |" in first
-    before = (tmp_path / "out/results.csv").read_bytes()
-    config.write_text(config.read_text(encoding="utf-8") + "# a remark changes nothing\n", encoding="utf-8")
-    again = study("--modes=rd,rd:rd_control=tied", "--seeds=1,2", "--minutes=0")
-    assert "done: " not in again and (tmp_path / "out/results.csv").read_bytes() == before
-    assert "| `rd rd_control=tied` | not run |" in again
-    with open(tmp_path / "out/results.csv", newline="") as f:
-        rows = list(csv.DictReader(f))
-    assert [(r["mode"], r["knobs"], r["seed"]) for r in rows] == [
-        ("rd", "", "1"), ("rd", "", "2"), ("standard", "", "1"), ("standard", "", "2")]
-    assert all(r["tokens"] == "512 1536" and len(r["loss"].split()) == 2 for r in rows)
-    assert rows[2]["speed"] == rows[2]["kept"] == "1.0" and float(rows[0]["kept"]) > 1 and float(rows[0]["speed"]) > 0
-    out = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
-    other = study("--base=rd", "--minutes=0")
-    there, back = (float(re.search(rf"\| `{mode}` \|.*", text)[0].split(" | ")[4]) for mode, text in
-                   (("rd", again), ("standard", other)))
-    assert back == -there and "needed by `rd`" in other
-    assert out == {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}  # printed only
-    figures = {name for name in out if name.endswith(".png")}
-    assert figures == {f"small_{x}.png" for x in ("loss", "difference", "speed", "depth")}
-    more = study("--seeds=3")  # further seeds of the base tell the noise and leave the pairs alone
-    assert "over its 2 seeds" in again and "over its 3 seeds" in more
-    assert re.findall(r"\| `(?:rd|standard)` .*", more) == re.findall(r"\| `(?:rd|standard)` .*", again)
-    assert study("--base=rd", "--minutes=0").split("\n\n")[0] == other.split("\n\n")[0]
-    for argv, message in ((["--seeds=9", "--minutes=0", f"--out={tmp_path / 'new'}"], "no run of standard is finished"),
-                          (["--modes=attnress"], "did you mean attnres?"), (["--seeds=one"], "--seeds=one"),
-                          (["--jobs=0"], "--jobs=0: must be at least 1")):
-        with pytest.raises(SystemExit):
-            evaluation.main(["study", str(config), *argv])
-        assert message in capsys.readouterr().err
-    text = config.read_text(encoding="utf-8")
-    for changed, message in ((text.replace("eval_at_tokens", "# "), "needs eval_every and eval_at_tokens"),
-                             (text.replace("lr = 0.01", "lr = 0.02", 1), "has runs of small with other settings")):
-        assert changed != text
-        config.write_text(changed, encoding="utf-8")
-        with pytest.raises(SystemExit):
-            study("--seeds=1,2", "--minutes=0")
-        assert message in capsys.readouterr().err
+    first = study("--jobs=2")
+    assert len(re.findall(r"^done: .* steps, loss", first, re.M)) == 8
+    assert "8 runs of 2 arms to train, 2 at a time" in first
+    assert re.search(r"attnres_block .*standard.* nat \(", first) and "Nothing was tuned" in first
+    assert all(len(line) <= 100 for line in first.splitlines() if line.startswith(("arm ", "standard", "attnres_bl")))
+    stored = (tmp_path / "out/rows.csv").read_bytes()
+    write("# a remark changes nothing")
+    again = study()
+    assert "nothing to train" in again and (tmp_path / "out/rows.csv").read_bytes() == stored
+    assert again.splitlines()[-3:] == first.splitlines()[-3:]
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {
+        "rows.csv", "table.md", "ngrams.csv", "lock", "difference.png", "loss.png", "depth.png"}
+    table = (tmp_path / "out/table.md").read_text(encoding="utf-8")
+    rows = plan.read_rows(tmp_path / "out/rows.csv")
+    assert len(rows) == 8 and {c.steps for c in rows} == {5, 10} and {c.seed for c in rows} == {1, 2}
+    losses = {c: float(r["loss"]) for c, r in rows.items() if c.steps == 10}
+    delta = np.mean([losses[c] - losses[c._replace(arm="standard")] for c in losses if c.arm == "attnres_block"])
+    assert f"| {delta:+.4f} |" in table
+    assert "rd                       not run" in study("--modes=rd", "--minutes=0")
+    study("--test", "--modes=attnres_block")
+    assert all(r["test"] for c, r in plan.read_rows(tmp_path / "out/rows.csv").items() if c.steps == 10)
+    with pytest.raises(UserError, match="test is looked at once"):
+        study("--test")
+    study("--speed")
+    assert "standard,1.00,1.00,1.00,1.00" in (tmp_path / "out/speed.csv").read_text(encoding="utf-8")
+    write(**{"n_ffn = 32": "n_ffn = 48"})
+    with pytest.raises(UserError, match="with other settings than"):
+        study("--minutes=0")
 
+
+def test_mistakes_in_a_study_are_told(small, tmp_path):
+    path, write = small
+    for argv, message in ((["--modes=attnress"], "did you mean attnres"), (["--jobs=-1"], "must not be negative"),
+                          (["--modes=rd:heads=2"], "unknown key 'heads'")):
+        with pytest.raises(UserError, match=message):
+            run.run(run.parse_args([str(path), f"--runs={tmp_path / 'runs'}", *argv]))
+    for old, new, message in (("[arm.standard]", "", "has no arm `standard`"), ("steps = [5, 10]", "", "needs steps"),
+                              ("seeds = 2", "seed = 2", "needs steps"), ("lr = 4e-3", "lr = 0", "lr=0.0"),
+                              ("[arm.attnres_block]", '[arm.attnres_block]\nbase = "rd"', "compared with 'rd'"),
+                              ("[study]", "[study", "cannot read")):
+        write(**{old: new})
+        with pytest.raises(UserError, match=message):
+            plan.read_config(path, run.parse_args([str(path)]))
+
+
+def test_the_studys_configurations_and_commands_can_be_read():
+    for path in (HERE / "study/configs").glob("*.toml"):
+        plan.read_config(path, run.parse_args([str(path)]))
+    commands = [m for name in ("README.md", "study/README.md", "study/run.py", "study/configs/quick.toml",
+                               "study/configs/main.toml")
+                for m in re.findall(r"python -m study\.run (\S+\.toml(?: --\S+)*)", (HERE / name).read_text("utf-8"))]
+    assert len(commands) > 6
+    for command in commands:
+        args = run.parse_args(command.split())
+        args.config = HERE / args.config
+        plan.read_config(args.config, args)
 
 
 def test_operations_are_counted_as_pytorch_counts_them():

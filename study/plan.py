@@ -1,0 +1,226 @@
+"""What a study trains and in which order: its configuration, its runs (cells), its rows."""
+import csv
+import dataclasses
+import json
+import math
+import os
+import re
+import statistics
+import tomllib
+import zlib
+from typing import NamedTuple
+
+from prepare_fineweb import UserError, first_line
+from study.cell import branch_step
+from train import SCHEMA, load_config
+
+COLUMNS = ("arm", "seed", "steps", "lr", "route_lr_mult", "tokens", "loss", "test", "documents", "added", "largest",
+           "moved", "tok_per_s", "machine", "torch", "data", "settings", "commit")
+
+
+class Cell(NamedTuple):
+    """One finished run, as the first columns of its row."""
+    arm: str
+    seed: int
+    steps: int
+    lr: float
+    mult: float
+
+    @property
+    def trunk(self):
+        return f"{re.sub('[^a-z0-9_.=]+', '-', self.arm.lower())}-lr{self.lr:g}-x{self.mult:g}-seed{self.seed}"
+
+
+class Arm(NamedTuple):
+    flags: list  # of train.py
+    seeds: int
+    group: int  # arms of a lower group are trained first
+    base: str  # arm that it is compared with
+    routed: bool  # whether its residual has parameters, whose learning rate is tuned too
+    settings: str  # checksum of what all its rows share
+
+
+@dataclasses.dataclass
+class Study:
+    """The table [study] of a configuration."""
+    steps: tuple = ()  # budgets of every arm, ascending; the last is the main one
+    long_steps: int = 0  # a longer one for the base and the two best arms; 0: none
+    long_seeds: int = 2
+    seeds: int = 3  # pairs of an arm, seeds 1, 2, ...
+    tuning_seed: int = 101  # of the trials, used for nothing else
+    trials: int = 0  # of each arm at the first budget; 0: nothing is tuned
+    papers: str = ""  # arm with the papers' start
+    static: str = ""  # arm with static weights over depth
+
+
+def read_config(path, args):
+    """-> (Study, {name: Arm}, claims of papers)"""
+    try:
+        with open(path, "rb") as f:
+            content = tomllib.load(f)
+    except (OSError, ValueError) as e:
+        raise UserError(f"cannot read {path}: {first_line(e)}") from None
+    table, tables, claims = (content.pop(k, d) for k, d in (("study", {}), ("arm", {}), ("claim", [])))
+    known = {f.name for f in dataclasses.fields(Study)}
+    if set(table) - known or not table.get("steps"):
+        raise UserError(f"{path}: [study] needs steps = [...]; it knows {', '.join(sorted(known))}, and not "
+                        f"{', '.join(sorted(set(table) - known)) or 'more'}")
+    study = Study(**table | {"steps": tuple(table["steps"])})
+    study.seeds = args.seeds or study.seeds
+    if args.modes:
+        picked = {}
+        for text in ["standard", *args.modes.split(",")]:
+            mode, *knobs = text.split(":")
+            own = {"residual_mode": mode} | dict(k.split("=", 1) for k in knobs if "=" in k)
+            picked[text] = tables.get(text, own)
+        tables = picked
+    if "standard" not in tables:
+        raise UserError(f"{path} has no arm `standard`: name the modes to compare with it, --modes=attnres_block,rd")
+    common = content | ({"data_dir": args.data_dir, "prepare": ""} if args.data_dir else {})
+    arms = {}
+    for name, keys in tables.items():
+        keys = dict(keys)
+        seeds, group, base = (keys.pop(k, d) for k, d in (("seeds", study.seeds), ("group", 1), ("base", "standard")))
+        keys = {"residual_mode": name} | keys
+        both = common | keys
+        try:
+            flags = [f"--{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in both.items()]
+            cfg, t = load_config(flags)
+        except UserError as e:
+            raise UserError(f"{path}, arm {name}: {str(e).removeprefix('command line: ')}") from None
+        same = {k: v for k, v in (dataclasses.asdict(cfg) | dataclasses.asdict(t)).items() if k in both and v !=
+                SCHEMA[k].default and k not in ("data_dir", "prepare", "out_dir", "lr", "seed", "device", "log_every")}
+        settings = f"{zlib.crc32(json.dumps(same, sort_keys=True).encode()):08x}"
+        router = cfg.residual_mode != "standard"
+        arms[name] = Arm(flags, args.seeds or seeds, group, base, router, settings)
+    for name, arm in arms.items():
+        if arm.base not in arms:
+            raise UserError(f"{path}: arm {name} is compared with {arm.base!r}, which is not among the arms")
+    return study, arms, claims
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which run comes next
+
+
+def trial(arm, done, lr):
+    """(lr, route_lr_mult) of an arm's next trial; done: {(lr, mult): loss} of the earlier ones.
+
+    Three rates a factor of 2 apart, then one further out if the best is at an edge. What is left goes to the rate of
+    the router, 4 and 16 times the model's, or without a router to rates between: every arm has as many trials.
+    """
+    for rate in (lr, 2 * lr, lr / 2):
+        if (rate, 1.0) not in done:
+            return rate, 1.0
+    rates = {r: loss for (r, mult), loss in done.items() if mult == 1}
+    best = min(rates, key=rates.get)
+    if len(done) == 3 and best in (min(rates), max(rates)):
+        return best * (2 if best == max(rates) else 0.5), 1.0
+    if arm.routed:
+        return best, next(m for m in (4.0, 16.0, 64.0, 0.25) if (best, m) not in done)
+    return next(r for f in (2**0.5, 2**-0.5, 2**0.25, 2**-0.25) if (r := float(f"{best * f:.3g}")) not in rates), 1.0
+
+
+def trials(study, rows, name):
+    """{(lr, route_lr_mult): loss} of an arm's trials that are done."""
+    return {(c.lr, c.mult): float(r["loss"]) for c, r in rows.items()
+            if c.arm == name and c.seed == study.tuning_seed and c.steps == study.steps[0]}
+
+
+def tuned(study, arms, rows, name):
+    """(lr, route_lr_mult) of an arm's runs, or None while its trials are not done."""
+    if not study.trials:
+        _, t = load_config(arms[name].flags)
+        return t.lr, t.route_lr_mult
+    done = trials(study, rows, name)
+    return min(done, key=done.get) if len(done) >= study.trials else None
+
+
+def wanted(study, arms, rows):
+    """Cells that are not done, the most useful first: by group the trials, then the budgets seed by seed, then the
+    longest budget. A cell waits for the trials of its arm and for the shorter budgets of its trunk."""
+    out = []
+    for group in sorted({a.group for a in arms.values()}):
+        mine = {n: a for n, a in arms.items() if a.group == group}
+        for name, arm in mine.items():
+            done = trials(study, rows, name)
+            if len(done) < study.trials:
+                rate = trial(arm, done, load_config(arm.flags)[1].lr)
+                out.append(Cell(name, study.tuning_seed, study.steps[0], *rate))
+        for seed in range(1, max(a.seeds for a in mine.values()) + 1):
+            for steps in study.steps:
+                out += [Cell(n, seed, steps, *rate) for n, a in mine.items() if seed <= a.seeds
+                        and (rate := tuned(study, arms, rows, n))]
+    if study.long_steps and not [c for c in out if c not in rows]:
+        at_main = {n: statistics.mean(losses(finished(study, arms, rows, n, study.steps[-1])).values()) for n in arms}
+        best = sorted((n for n in arms if arms[n].base == "standard" and n != "standard"), key=at_main.get)[:2]
+        out += [Cell(n, seed, study.long_steps, *tuned(study, arms, rows, n))
+                for seed in range(1, study.long_seeds + 1) for n in ("standard", *best)]
+    left, seen = [c for c in out if c not in rows], set()
+    return [c for c in left if not (c.trunk in seen or seen.add(c.trunk))]
+
+
+def left_to_train(study, arms, rows):
+    """{arm: (runs, steps) that are missing}, without the longest budget."""
+    left = {}
+    for name, arm in arms.items():
+        runs = max(0, study.trials - len(trials(study, rows, name)))
+        steps, rate = runs * study.steps[0], tuned(study, arms, rows, name)
+        for seed in range(1, arm.seeds + 1):
+            for before, end in zip((0, *map(branch_step, study.steps)), study.steps):
+                if not rate or Cell(name, seed, end, *rate) not in rows:
+                    runs, steps = runs + 1, steps + end - before
+        if runs:
+            left[name] = runs, steps
+    return left
+
+
+def finished(study, arms, rows, name, steps):
+    """{seed: row} of an arm's runs of one budget, with its tuned rates and without its trials."""
+    rate = tuned(study, arms, rows, name)
+    return {c.seed: r for c, r in rows.items() if (c.arm, c.steps, (c.lr, c.mult)) == (name, steps, rate)
+            and c.seed != study.tuning_seed}
+
+
+def documents(row):
+    """[(tokens, mean loss)] of the documents of val, [] where they were not kept apart."""
+    return [(int(n), float(x)) for n, x in (part.split(":") for part in row["documents"].split())]
+
+
+def losses(runs):
+    return {seed: float(r["loss"]) for seed, r in runs.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows
+
+
+def read_rows(path):
+    """{cell: row} of rows.csv; its row has all columns as text."""
+    if not path.exists():
+        return {}
+    try:
+        rows = {}
+        with open(path, newline="", encoding="utf-8") as f:
+            for r in csv.DictReader(f):
+                if set(r) != set(COLUMNS) or None in r.values():
+                    raise ValueError(f"its columns must be {', '.join(COLUMNS)}, and every row must have all")
+                cell = Cell(r["arm"], int(r["seed"]), int(r["steps"]), float(r["lr"]), float(r["route_lr_mult"]))
+                numbers = [*cell[1:], float(r["loss"]), int(r["tokens"]), int(r["added"] or 0), float(r["test"] or 0),
+                           float(r["moved"] or 0)]
+                if not all(map(math.isfinite, numbers)) or min(cell.steps, cell.lr, int(r["tokens"])) <= 0:
+                    raise ValueError(f"{cell.trunk}: loss {r['loss']}, tokens {r['tokens']}")
+                documents(r)
+                rows[cell] = r
+        return rows
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, csv.Error) as e:
+        raise UserError(f"{path} is damaged ({first_line(e)}): mend or delete it") from None
+
+
+def write_rows(path, rows):
+    with open(f"{path}.new", "w", newline="", encoding="utf-8") as f:
+        writer = csv.DictWriter(f, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        for cell in sorted(rows):
+            writer.writerow(rows[cell] | dict(zip(COLUMNS, cell)))
+    os.replace(f"{path}.new", path)
