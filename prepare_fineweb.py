@@ -8,8 +8,10 @@
 
 Every document is encoded as ordinary text behind one end-of-text token. A hash of its text decides its split: of 100
 hashes `--holdout` each go to val and to test, the rest to train. Val and test are filled in stream order up to
---val_tokens and --test_tokens and what they cannot take is dropped: so they stay the same however much training data
-is prepared, and no text is ever in two splits.
+--val_tokens and --test_tokens and what they cannot take is dropped: so, once full, they stay the same however much
+training data is prepared, and no text is in two splits of a folder. Across folders this holds for equal --holdout, and
+where both have val and test: with --val_tokens=0 its documents go to train. A finished folder is not topped up: for
+more tokens prepare another. Of a dataset of the Hub its train split is read (see --files), never what it holds out.
 
 A shard is the .bin of llm.c and modded-nanogpt: a header of 256 int32 (magic, version, number of tokens), then the
 tokens, uint16, or uint32 where the vocabulary is larger than 65,536. It is written as .part and renamed when complete.
@@ -44,11 +46,11 @@ import tokenize
 import unicodedata
 import urllib.request
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
@@ -231,19 +233,24 @@ def lock_folder(folder, what, wait=False):
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
     lock = open(Path(folder) / "lock", "w", encoding="utf-8")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        if not wait:
-            raise UserError(f"another process is {what} {folder}: wait for it, or choose another folder") from None
-        print(f"another process is {what} {folder}: waiting until it is done (Ctrl-C ends the waiting)", flush=True)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-    except OSError as e:
-        if e.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
-            raise
-        print(f"warning: the file system of {folder} has no locks ({e.strerror}): see to it that no other process is "
-              f"{what} this folder", file=sys.stderr, flush=True)
-    return lock
+    said = False
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+        except BlockingIOError:
+            if not wait:
+                raise UserError(f"another process is {what} {folder}: wait for it, or choose another folder") from None
+            if not said:
+                print(f"another process is {what} {folder}: waiting until it is done (Ctrl-C ends this)", flush=True)
+            said = True
+            time.sleep(0.2)
+        except OSError as e:
+            if e.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+            print(f"warning: the file system of {folder} has no locks ({e.strerror}): see to it that no other process "
+                  f"is {what} this folder", file=sys.stderr, flush=True)
+            return lock
 
 
 @contextmanager
@@ -463,7 +470,7 @@ def hub_source(repo, config, args, hub):
         if args.discard and i - 1 in waiting:
             os.unlink(os.path.realpath(waiting.pop(i - 1).result()))
         try:
-            return waiting[i].result()
+            return result_of(waiting[i])
         except Unreachable as e:
             raise UserError(f"{e}; the same command goes on") from None
     threading.Thread(target=work, daemon=True).start()  # a daemon: nobody waits for a file that is not needed
@@ -481,7 +488,9 @@ def patiently(what, repo, ask, pauses=(1, 2, 4)):
         try:
             return ask()
         except Exception as e:  # what is raised depends on the version of the library
-            answer, error = getattr(e, "response", None), first_line(e)
+            error, answer = first_line(e), None
+            while answer is None and e is not None:  # the library may have wrapped the answer's error
+                answer, e = getattr(e, "response", None), e.__cause__
         status = getattr(answer, "status_code", None)
         if status in (401, 403):
             raise UserError(f"cannot {what}: the Hub refuses it ({status}). Is the name right? If the dataset is gated "
@@ -508,29 +517,37 @@ def list_dataset(repo, revision):
     try:
         info = patiently(f"list {repo}", repo, lambda: huggingface_hub.HfApi().dataset_info(
             repo, revision=revision or None, files_metadata=True, timeout=TIMEOUT), pauses=())
-        sizes = {s.rfilename: s.size or 0 for s in info.siblings}
-        if "README.md" in sizes:  # into the cache, where its settings can be read without network
+    except Unreachable as e:
+        return list_cached(repo, revision, e)
+    sizes = {s.rfilename: s.size or 0 for s in info.siblings}
+    if "README.md" in sizes:  # the card: into the cache, for a start without network
+        with suppress(Unreachable):
             patiently(f"download README.md of {repo}", repo, lambda: huggingface_hub.hf_hub_download(
                 repo, "README.md", repo_type="dataset", revision=info.sha))
-        return sizes, info.card_data, info.sha
-    except Unreachable as e:
-        try:
-            root = Path(huggingface_hub.snapshot_download(repo, repo_type="dataset", revision=revision or None,
-                                                          local_files_only=True))
-        except Exception:  # as above
-            raise UserError(f"{e}, and the cache has nothing of it. Without network: copy the dataset's .parquet files "
-                            "into a folder and give --source=FOLDER, or use --source=stdlib") from None
-        sizes = {str(f.relative_to(root)): f.stat().st_size for f in walk(root)}
-        cut = {}
-        for name in sizes:
-            if part := re.search(r"(.*)-\d{5}-of-(\d{5})", name):
-                cut[part.groups()] = cut.get(part.groups(), 0) + 1
-        for (name, of), n in cut.items():
-            if n < int(of):
-                raise UserError(f"{e}, and the cache has only {n:,} of {int(of):,} files {name}-*-of-{of}") from None
-        print(f"{e}: taking what the cache has, {len(sizes):,} files of revision {root.name}")
-        card = root / "README.md"
-        return sizes, huggingface_hub.repocard.metadata_load(card) if card.exists() else None, root.name
+    return sizes, info.card_data, info.sha
+
+
+def list_cached(repo, revision, error):
+    from huggingface_hub import constants
+    from huggingface_hub.repocard import metadata_load
+    cache = Path(constants.HF_HUB_CACHE, f"datasets--{repo.replace('/', '--')}")
+    ref = cache / "refs" / (revision or "main")
+    roots = list((cache / "snapshots").glob(ref.read_text() if ref.is_file() else revision or "*"))
+    if not roots:
+        raise UserError(f"{error}, and the cache has nothing of it. Without network: copy the dataset's .parquet files "
+                        "into a folder and give --source=FOLDER, or use --source=stdlib")
+    root = max(roots, key=os.path.getmtime)
+    sizes = {str(f.relative_to(root)): f.stat().st_size for f in walk(root)}
+    parts = Counter(m.groups() for n in sizes if (m := re.search(r"(.*)-\d{5}-of-(\d{5})", n)))
+    for (name, of), n in parts.items():
+        if n < int(of):
+            raise UserError(f"{error}, and the cache has only {n:,} of {int(of):,} files {name}-*-of-{of}")
+    try:
+        card = metadata_load(root / "README.md") if "README.md" in sizes else None
+    except Exception as e:  # YAML's errors
+        raise UserError(f"{root}/README.md: not a card ({first_line(e)})") from None
+    print(f"{error}: taking what the cache has, {counted(len(sizes), 'file')} of revision {root.name}")
+    return sizes, card, root.name
 
 
 # How names tell a split, as Hugging Face's datasets reads them: words between other signs than letters
@@ -959,6 +976,13 @@ def encode_chunk(texts, holdout, none, full, dtype):
     return out
 
 
+def result_of(future):
+    """Its result, waited for in short turns: Python may miss a Ctrl-C that comes just before a long wait."""
+    while not wait([future], timeout=0.2).done:
+        pass
+    return future.result()
+
+
 def in_order(jobs, function, workers, tokenizer):
     """function(*args) for every (args, tag) of jobs in a pool: yields (result, tag) in the order of the jobs."""
     if workers == 1:
@@ -980,9 +1004,9 @@ def in_order(jobs, function, workers, tokenizer):
             waiting.append((submit(args), tag))
             if len(waiting) > 2 * workers:
                 future, tag = waiting.popleft()
-                yield future.result(), tag
+                yield result_of(future), tag
         for future, tag in waiting:
-            yield future.result(), tag
+            yield result_of(future), tag
     except BrokenProcessPool:
         raise UserError("a worker process died (killed, or out of memory?); the same command goes on") from None
     except BaseException:  # a mistake, Ctrl-C, or nobody wants the rest: what the workers are at is not needed

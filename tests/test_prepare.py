@@ -335,7 +335,10 @@ def test_endless_lines_and_runs_of_one_character_do_not_stall(tmp_path):
 
 
 class Hub:
-    """A stand-in for the Hugging Face Hub on the loopback address; `trouble` lists what goes wrong, per file."""
+    """A stand-in for the Hugging Face Hub on the loopback address; `trouble` lists what goes wrong, per file.
+
+    The list of files is called "list" there, and the question for a file's size "HEAD file".
+    """
 
     def __init__(self, files, card, trouble=()):
         import hashlib
@@ -366,16 +369,26 @@ class Hub:
             def answer(self, head=False):
                 path, _, query = self.path.partition("?")
                 hub.requests.append((self.command, path))
-                if path.startswith("/api/datasets/org/set"):
+                listing = path.startswith("/api/datasets/org/set")
+                name = "list" if listing else path.partition("/resolve/")[2].partition("/")[2]
+                key = "HEAD " * head + name
+                what = trouble[key].pop(0) if trouble.get(key) else ""
+                if what == "fail":
+                    return self.send(500)
+                if what == "limit":
+                    return self.send(429, head=head, Retry_After=1)
+                if what == "gated":
+                    return self.send(403, head=head, X_Error_Code="GatedRepo", X_Error_Message="Access is restricted")
+                if what == "slow":
+                    time.sleep(2)
+                if what == "hang":
+                    time.sleep(60)
+                if listing:
                     siblings = [dict(rfilename=name, size=len(content)) for name, content in files.items()]
                     return self.send(200, json.dumps(dict(id="org/set", sha="a" * 40, cardData=card, tags=[],
                                                           siblings=siblings)).encode())
-                name = path.partition("/resolve/")[2].partition("/")[2]
                 if name not in files:
                     return self.send(404, head=head)
-                what = trouble[name].pop(0) if not head and trouble.get(name) else ""
-                if what == "fail":
-                    return self.send(500)
                 body, start, extra = files[name], 0, {}
                 if self.headers.get("Range"):
                     start = int(self.headers["Range"][6:].split("-")[0])
@@ -387,17 +400,21 @@ class Hub:
                     self.wfile.flush()
                     self.close_connection = True
                     return None
-                if what == "slow":
-                    time.sleep(2)
                 return self.send(206 if start else 200, body[start:], head, ETag=tag, X_Repo_Commit="a" * 40, **extra)
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
         self.address = f"http://127.0.0.1:{self.server.server_port}"
 
 
-def prepare_from_hub(address, home, *args):
-    return run_script(HERE / "prepare_fineweb.py", "--source=hf:org/set", "--tokenizer=bytes", "--holdout=10",
-                      "--workers=1", *args, HF_ENDPOINT=address, HF_HOME=str(home), HF_HUB_DISABLE_XET="1")
+HUB_COMMAND = (HERE / "prepare_fineweb.py", "--source=hf:org/set", "--tokenizer=bytes", "--holdout=10", "--workers=1")
+
+
+def hub_env(address, home):
+    return dict(HF_ENDPOINT=address, HF_HOME=str(home), HF_HUB_DISABLE_XET="1")
+
+
+def prepare_from_hub(address, home, *args, **env):
+    return run_script(*HUB_COMMAND, *args, **hub_env(address, home) | env)
 
 
 def test_a_dataset_of_the_hub(tmp_path):
@@ -704,3 +721,98 @@ def test_the_standard_library_needs_no_warning(tmp_path, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert meta["skipped"] == 2 and "skipped" not in out and "cannot" not in out
     assert out.splitlines()[-1].endswith("of 257 (bytes); 2 files left out, empty or no text on purpose")
+
+
+def hub_of_two(tmp_path, trouble=(), names=("0.jsonl", "1.jsonl")):
+    files = {name: write_corpus(tmp_path, ".jsonl", corpus(200)[i::2]).read_bytes() for i, name in enumerate(names)}
+    settings = "configs:\n- config_name: default\n  data_files: '*.jsonl'\n"
+    return Hub(files | {"README.md": f"---\n{settings}---\ntext".encode(), "x/no.jsonl": b"no"},
+               dict(configs=[dict(config_name="default", data_files="*.jsonl")]), trouble)
+
+
+@pytest.mark.slow
+def test_a_dataset_in_the_cache_needs_no_network(tmp_path):
+    assert prepare_from_hub(hub_of_two(tmp_path).address, tmp_path / "home", f"--out={tmp_path / 'a'}").returncode == 0
+    for i, env in enumerate((dict(), dict(HF_HUB_OFFLINE="1"))):
+        again = prepare_from_hub("http://127.0.0.1:9", tmp_path / "home", f"--out={tmp_path / str(i)}", **env)
+        assert again.returncode == 0 and "taking what the cache has, 3 files of revision aaaa" in again.stdout
+        for path in tmp_path.glob("a/*.bin"):
+            assert path.read_bytes() == (tmp_path / str(i) / path.name).read_bytes()
+
+
+def test_of_the_cache_a_whole_revision_is_taken_with_its_card(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    root = tmp_path / "datasets--org--set/snapshots"
+    for sha, names in (("old", 3), ("new", 1)):
+        (root / sha / "data").mkdir(parents=True)
+        for i in range(names):
+            (root / sha / f"data/train-{i:05d}-of-00003.txt").write_text("text")
+    (root / "old/README.md").write_text("---\nconfigs: []\n---\n")
+    os.utime(root / "old", (1, 1))
+    files = {f"data/train-{i:05d}-of-00003.txt": 4 for i in range(3)} | {"README.md": 20}
+    assert prepare_fineweb.list_cached("org/set", "old", "cannot list") == (files, {"configs": []}, "old")
+    with pytest.raises(UserError, match="cannot list, and the cache has only 1 of 3 files data/train-.*-of-00003"):
+        prepare_fineweb.list_cached("org/set", "", "cannot list")  # the newest
+    (tmp_path / "datasets--org--set/refs").mkdir()
+    (tmp_path / "datasets--org--set/refs/main").write_text("old")
+    assert prepare_fineweb.list_cached("org/set", "", "cannot list")[2] == "old"
+    with pytest.raises(UserError, match="the cache has nothing of it. Without network: copy"):
+        prepare_fineweb.list_cached("org/other", "", "cannot list")
+
+
+@pytest.mark.parametrize("trouble", [{"list": ["gated"] * 9}, {"HEAD 0.jsonl": ["gated"] * 9}])
+def test_a_gated_dataset_is_answered_with_what_to_do(trouble, tmp_path):
+    result = prepare_from_hub(hub_of_two(tmp_path, trouble).address, tmp_path / "home", f"--out={tmp_path / 'a'}")
+    assert result.returncode == 1 and len(result.stderr.splitlines()) == 1
+    assert "accept its terms on the Hub's page of org/set, then log in with `hf auth login` or set HF" in result.stderr
+
+
+def test_a_rate_limit_is_waited_for_and_said(monkeypatch, capsys):
+    from types import SimpleNamespace
+    slept, answers = [], [SimpleNamespace(status_code=429, headers={"Retry-After": "30"}),
+                          SimpleNamespace(status_code=429, headers={})]
+
+    def ask():
+        if answers:
+            error = OSError("Too Many Requests")
+            error.response = answers.pop(0)
+            raise RuntimeError("wrapped") from error
+        return "file"
+    monkeypatch.setattr(time, "sleep", slept.append)
+    assert prepare_fineweb.patiently("download a.jsonl of org/set", "org/set", ask, pauses=()) == "file"
+    assert slept == [31, 60]
+    assert capsys.readouterr().err.startswith(
+        "the Hub limits the number of requests: waiting 31 s, then going on to download a.jsonl of org/set\n")
+
+
+def test_the_end_does_not_wait_for_a_download(tmp_path, monkeypatch):
+    """Neither when the work is done, nor at the first Ctrl-C."""
+    import signal
+    start, texts = time.monotonic(), ["word " * 250_000]
+    files = {f"{i}.jsonl": write_corpus(tmp_path, ".jsonl", texts).read_bytes() for i in range(2)}
+    result = prepare_from_hub(Hub(files, {}, {"1.jsonl": ["hang"] * 9}).address, tmp_path / "home",
+                              f"--out={tmp_path / 'a'}", "--max_tokens=200", *TRAIN_ONLY)
+    assert result.returncode == 0 and f"wrote {tmp_path / 'a'}" in result.stdout
+    for name, value in hub_env(Hub(files, {}, {"0.jsonl": ["hang"] * 9}).address, tmp_path / "home2").items():
+        monkeypatch.setenv(name, value)
+    process = alone([sys.executable, *HUB_COMMAND, f"--out={tmp_path / 'b'}"], stderr=subprocess.PIPE)
+    while not (tmp_path / "b/progress.json").exists():  # written before the first download
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=20)[1] == "prepare_fineweb.py: interrupted; the same command goes on\n"
+    assert time.monotonic() - start < 30
+
+
+@pytest.mark.parametrize("times", ordinary(1, slow=12))
+def test_the_first_interrupt_ends_the_workers_without_a_traceback(times, tmp_path):
+    """Ctrl-C reaches every process of the group, also those that just start."""
+    import signal
+    path = write_corpus(tmp_path / "in", ".jsonl", ["word " * 100_000] * 200)
+    for i in range(times):
+        process = alone([sys.executable, HERE / "prepare_fineweb.py", f"--source={path}", f"--out={tmp_path / str(i)}",
+                         "--workers=3", *TRAIN_ONLY], start_new_session=True)
+        while not (tmp_path / str(i) / "progress.json").exists():
+            time.sleep(0.01)
+        time.sleep(0.05 * i)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.communicate(timeout=20)[0] == "prepare_fineweb.py: interrupted; the same command goes on\n"
