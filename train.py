@@ -151,26 +151,40 @@ def load_config(argv):
             print(f"{cls.__name__}:")
             for name, comment in re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(cls), re.M):
                 print(f"  --{name}={SCHEMA[name].default}".ljust(34), comment)
+        print("residual modes: what a sublayer reads, and where it is from")
+        for name, mode in RESIDUAL_MODES.items():
+            print(f"  {name:19} {mode.reads} ({mode.paper})")
         sys.exit(0)
-    values, stem = {}, "gpt"
-    flags = {}
-    for arg in (a for a in argv if a.startswith("-")):
-        key, equals, text = arg.removeprefix("--").partition("=")
+    values, stem, origin, flags, paths, words = {}, "gpt", {}, {}, [], deque(argv)
+    while words:
+        word = words.popleft()
+        if not word.startswith("-"):
+            paths.append(word)
+            continue
+        key, equals, text = word.removeprefix("--").partition("=")
         parse_key("command line", key)
-        if not equals:
-            default = SCHEMA[key].default
-            raise UserError(f"--{key} needs a value with an equals sign: --{key}="
-                            f"{'true' if default is False else default or '...'}")
-        flags[key] = parse_value("command line", key, text, SCHEMA[key].type)
-    for path in (a for a in argv if not a.startswith("-")):
-        if not path.endswith(".toml"):
-            raise UserError(f"{path!r}: expected a .toml file or --key=value")
+        default, kind = SCHEMA[key].default, SCHEMA[key].type
+        if not equals and kind is bool:
+            text = words.popleft() if words and words[0].lower() in ("true", "false") else "true"
+        elif not equals:
+            if not words or words[0].startswith("--"):
+                raise UserError(f"--{key} needs a value: --{key}={default or '...'}")
+            text = words.popleft()
+        if key in flags:
+            raise UserError(f"command line: --{key} is given twice")
+        flags[key] = parse_value("command line", key, text, kind)
+    for path in paths:
+        file = Path(path) / "config.toml" if os.path.isdir(path) else path  # of a run folder
+        if not str(file).endswith(".toml"):
+            raise UserError(f"{path!r}: expected a .toml file, a run folder or --key=value")
         try:
-            with open(path, "rb") as f:
+            with open(file, "rb") as f:
                 content = tomllib.load(f)
         except (OSError, ValueError, RecursionError) as e:
-            raise UserError(f"cannot read {path}: {first_line(e)}") from None
-        values |= {key: parse_value(path, key, value) for key, value in content.items()}
+            raise UserError(f"cannot read {file}: {first_line(e)}") from None
+        content = {key: parse_value(path, key, value) for key, value in content.items()}
+        values |= content | ({"out_dir": path} if os.path.isdir(path) else {})  # it may have been moved
+        origin |= dict.fromkeys(content, path)
         stem = Path(path).stem
     values |= flags
     mode, seed = values.get("residual_mode", "standard"), values.get("seed", 1)
@@ -181,7 +195,8 @@ def load_config(argv):
         cfg, train = (cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
                       for cls in (GPTConfig, TrainConfig))
     except ValueError as e:
-        raise UserError(str(e)) from None
+        places = {origin[key] for key in re.findall(r"\w+(?==)", str(e)) if key in origin and key not in flags}
+        raise UserError(f"{', '.join(sorted(places))}{': ' * bool(places)}{e}") from None
     train.out_dir = out_dir
     if train.route_first and cfg.residual_mode == "standard":
         raise UserError(f"route_first={train.route_first} has no effect in residual_mode=standard: nothing would learn")
@@ -203,10 +218,51 @@ def take_shape(values, last):
     return {"seq_len": old.seq_len} | values | {key: getattr(old, key) for key in hub.SHAPE}
 
 
+# What nanoGPT, Hugging Face and others call our settings: ours, then theirs.
+THEIRS = {theirs: ours for ours, names in (line.split(" < ") for line in """\
+micro_batch (sequences in one forward pass) and tokens_per_step (tokens per optimizer step) < batch_size
+micro_batch < per_device_train_batch_size device_batch_size micro_batch_size
+tokens_per_step, cut into micro-batches by itself < gradient_accumulation_steps total_batch_size global_batch_size
+seq_len < block_size max_position_embeddings n_ctx n_positions context_length max_seq_len max_seq_length sequence_length
+lr < learning_rate max_lr
+max_steps < max_iters num_iterations num_steps total_steps steps iters lr_decay_iters train_steps
+max_steps, in steps of tokens_per_step tokens < num_train_epochs epochs
+warmup_steps < warmup_iters warmup num_warmup_steps
+schedule < decay_lr lr_scheduler_type lr_schedule
+eval_every < eval_interval eval_steps val_every val_interval
+eval_tokens < eval_iters
+save_every < save_steps save_interval checkpoint_interval always_save_checkpoint
+log_every < log_interval logging_steps
+tracker=wandb < wandb_log wandb use_wandb wandb_project wandb_run_name
+tracker < report_to
+grad_clip < max_grad_norm clip_grad gradient_clip_val
+beta1 < adam_beta1
+beta2 < adam_beta2
+adam_eps < adam_epsilon
+dtype < bf16 fp16 precision torch_dtype
+compile < torch_compile
+data_dir < dataset data dataset_path data_path
+out_dir < output_dir save_dir
+n_layer < num_hidden_layers n_layers num_layers depth
+n_head < num_attention_heads n_heads num_heads
+n_kv_head < num_key_value_heads n_kv_heads
+n_embd < hidden_size d_model dim width n_embed
+n_ffn < intermediate_size d_ff ffn_dim n_inner
+norm_eps < rms_norm_eps layer_norm_eps layer_norm_epsilon
+tie_embeddings < tie_word_embeddings tie_weights
+remat < gradient_checkpointing activation_checkpointing
+residual_mode < mode residual
+resume < resume_from_checkpoint
+overwrite < overwrite_output_dir
+nothing: there is no dropout < dropout resid_dropout attn_dropout attention_dropout
+nothing: there are no biases < bias attention_bias""".splitlines()) for theirs in names.split()}
+
+
 def parse_key(place, key):
     if key not in SCHEMA:
-        near = get_close_matches(key, SCHEMA, 1)
-        hint = f", did you mean {near[0]}?" if near else ""
+        plain = key.replace("-", "_").lower()
+        near = [plain] if plain in SCHEMA else get_close_matches(plain, SCHEMA, 1)
+        hint = f", here it is {THEIRS[plain]}" if plain in THEIRS else f", did you mean {near[0]}?" if near else ""
         raise UserError(f"{place}: unknown key {key!r}{hint} (--help lists all)")
 
 
@@ -215,10 +271,15 @@ def parse_value(place, key, value, from_text=None):
     parse_key(place, key)
     kind = SCHEMA[key].type
     try:
+        if key == "compile" and str(value).lower() in ("true", "false"):
+            return "on" if str(value).lower() == "true" else "off"
         if from_text is bool:
             return {"true": True, "false": False}[value.lower()]
         if from_text:
-            value = kind(value)
+            value = kind(float(value) if kind is int and re.fullmatch(r"[0-9.]+e[+]?[0-9]+", value, re.I) and
+                         float(value).is_integer() else value)
+        elif kind is int and type(value) is float and value.is_integer():  # 1e3
+            value = int(value)
         elif kind is float and type(value) is int:
             value = float(value)
         fits = {int: lambda v: abs(v) < 2**62, float: math.isfinite, bool: lambda v: True,
@@ -264,6 +325,7 @@ class Tokens:
     def __init__(self, data_dir, split, seq_len, vocab_size):
         self.seq_len, self.vocab_size, self.maps, self.touched = seq_len, vocab_size, {}, 0
         folder, meta = Path(data_dir), read_meta(data_dir)
+        self.tokenizer_vocab = meta and meta["vocab_size"]
         if meta:
             if meta["vocab_size"] > vocab_size:
                 raise UserError(f"{folder} has a vocabulary of {meta['vocab_size']}, more than vocab_size={vocab_size}")
@@ -640,8 +702,6 @@ def train(cfg, t):
     compiled = compile_model(model, t.compile, device, say)
     introduce(cfg, t, model, data, world, accumulate, say)
     say(f"device: {device} ({why_device}); dtype: {str(dtype)[6:]} ({why_dtype}); compile: {compiled}")
-    if t.max_steps <= t.warmup_steps:
-        say(f"warning: the warm-up of {t.warmup_steps} steps is longer than the run")
     for note in notes:
         say(note)
     end = min(t.max_steps, t.stop_after or t.max_steps)
@@ -1023,6 +1083,9 @@ def best_of(path):
 
 
 def introduce(cfg, t, model, data, world, accumulate, say):
+    """What is trained, in which settings, and what about them may surprise."""
+    settings = {k: v for c in (cfg, t) for k, v in chosen(c).items() if k not in ("out_dir", "data_dir", "prepare")}
+    say(f"settings: {', '.join(f'{k}={v}' for k, v in settings.items()) or 'the defaults'}")
     n, res, budget = model.count(), model.residual, t.max_steps * t.tokens_per_step
     routing = f", {n['router']:,} of them in the residual" if n["router"] else ""
     say(f"model: {cfg.residual_mode}, {cfg.n_layer} layers of width {cfg.n_embd}, {n['total']:,} parameters "
@@ -1036,6 +1099,31 @@ def introduce(cfg, t, model, data, world, accumulate, say):
         f"{t.max_steps:,} steps use {budget:,}, {budget / (data.windows * cfg.seq_len):.2f} epochs")
     say(f"step: {t.tokens_per_step:,} tokens = {t.micro_batch} sequences x {cfg.seq_len} tokens x {world} "
         f"process{'es' * (world > 1)} x {accumulate} micro-step{'s' * (accumulate > 1)}")
+    behind, decay = t.max_steps - t.warmup_steps, t.decay_steps or math.ceil(t.max_steps / 5)
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    if behind <= 0:
+        say(f"warning: the warm-up of {t.warmup_steps} steps takes the whole run of {t.max_steps}: lower it")
+    elif t.schedule == "wsd" and decay > behind:
+        say(f"warning: the decay of {decay} steps is longer than the {behind} behind the warm-up: it is cut to those")
+    if data.tokenizer_vocab and cfg.vocab_size > data.tokenizer_vocab:
+        say(f"note: vocab_size={cfg.vocab_size} is {cfg.vocab_size - data.tokenizer_vocab} above the tokenizer's: "
+            "those ids are in the softmax too, which raises the loss a little")
+    if load > cores:
+        say(f"note: the machine is busy (load {load:.1f} on {cores} cores): times say little, and on a CPU training "
+            "may be several times faster with the environment variable OMP_NUM_THREADS=1")
+
+
+def chosen(config):
+    """The settings that differ from their defaults, without what is derived from others."""
+    found = {}
+    for f in fields(config):
+        value = getattr(config, f.name)
+        with suppress(ValueError):  # the default does not fit the other settings
+            if value != f.default and getattr(replace(config, **{f.name: f.default}), f.name) == value:
+                continue
+        if value != f.default:
+            found[f.name] = value
+    return found
 
 
 def evaluation_due(t, done):

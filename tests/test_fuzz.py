@@ -156,9 +156,11 @@ class Fuzz:
         import tomllib
         found = dataclasses.asdict(cfg) | dataclasses.asdict(t)
         for key, value in tomllib.loads(base.decode()).items():
-            assert found[key] == value or value in ("", 0), key
+            assert found[key] == value or value in ("", 0) or (key, found[key]) == (
+                "compile", "on" if value else "off"), key
         (self.work / "again.toml").write_text(train.to_toml(cfg, t), "utf-8")
-        assert train.load_config([str(self.work / "again.toml")]) == (cfg, dataclasses.replace(t, resume=False))
+        assert train.load_config([str(self.work / "again.toml")]) == (
+            cfg, dataclasses.replace(t, resume=False, overwrite=False, stop_after=0))
 
     def flags(self):
         key, text = self.pick([*train.SCHEMA] * 3 + ["n_lyer", "", "-", "seed "]), self.pick(ODD_TEXT)
@@ -170,8 +172,12 @@ class Fuzz:
         cfg, t = train.load_config([arg])
         key, _, text = arg.removeprefix("--").partition("=")
         found, kind = (dataclasses.asdict(cfg) | dataclasses.asdict(t))[key], train.SCHEMA[key].type
-        assert found == (text.lower() == "true" if kind is bool else kind(text)) or text in ("", "0")
-        assert kind is not bool or text.lower() in ("true", "false")
+        if kind is bool:
+            assert found == (text.lower() == "true") and (text.lower() in ("true", "false") or arg == f"--{key}")
+        elif key == "compile" and text.lower() in ("true", "false"):
+            assert found == ("on" if text.lower() == "true" else "off")
+        else:
+            assert found == (int(float(text)) if kind is int and "e" in text else kind(text)) or text in ("", "0")
 
     def shard(self):
         """Beside a meta.json every change of a token is seen."""

@@ -1,6 +1,7 @@
 """Tests of train.py: starts, ends, run folders and what is said. Training runs in this process, in tiny shapes."""
 import csv
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -508,3 +509,114 @@ def test_a_mistake_in_the_data_that_is_read_ahead_is_told(tmp_path):
     write_shard(tmp_path / "d/x_train_0.bin", [70] * 2000)
     with pytest.raises(UserError, match="x_train_0.bin holds token 70, but the model has vocab_size=61"):
         run(tmp_path / "d", tmp_path / "a", eval_every=0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is said
+
+
+def load(*argv):
+    return train.load_config(list(map(str, argv)))
+
+
+def complaint(*argv):
+    with pytest.raises(UserError) as e:
+        load(*argv)
+    assert "\n" not in str(e.value)
+    return str(e.value)
+
+
+def test_flags_are_taken_in_every_usual_form(tmp_path):
+    cfg, t = load("--n_layer", "4", "--lr", "1e-3", "--resume", "--n_embd=48", "--remat", "false",
+                  "--max_steps=1e3", "--compile=true")
+    assert (cfg.n_layer, t.lr, t.resume, cfg.n_embd, cfg.remat) == (4, 1e-3, True, 48, False)
+    assert t.max_steps == 1000 and type(t.max_steps) is int and t.compile == "on"
+    path = tmp_path / "c.toml"
+    path.write_text("max_steps = 2e3\ncompile = false\n", encoding="utf-8")
+    assert load("--overwrite", path)[1].max_steps == 2000 and load(path)[1].compile == "off"
+    assert load("--compile", "off")[1].compile == "off"
+    assert "--lr needs a value: --lr=0.0006" in complaint("--lr", "--resume")
+    assert "max_steps='1.5' must be a whole number" in complaint("--max_steps=1.5")
+    assert "max_steps='1.5e0' must be" in complaint("--max_steps=1.5e0")
+
+
+def test_a_flag_given_twice_is_an_error():
+    assert "command line: --lr is given twice" in complaint("--lr=1", "--seed=2", "--lr", "2")
+
+
+@pytest.mark.parametrize("theirs, ours", [
+    ("batch_size", "micro_batch .* and tokens_per_step"), ("block_size", "seq_len"), ("learning_rate", "lr"),
+    ("max_iters", "max_steps"), ("dropout", "nothing: there is no dropout"), ("wandb_log", "tracker=wandb"),
+    ("gradient_accumulation_steps", "tokens_per_step"), ("hidden_size", "n_embd"), ("num_hidden_layers", "n_layer"),
+    ("num-key-value-heads", "n_kv_head"), ("gradient_checkpointing", "remat")])
+def test_names_of_other_projects_are_answered_with_ours(theirs, ours, tmp_path):
+    assert re.search(f"unknown key '{theirs}', here it is {ours}", complaint(f"--{theirs}=1"))
+    (tmp_path / "c.toml").write_text(f"{theirs} = 1\n", encoding="utf-8")
+    assert re.search(f"c.toml: unknown key '{theirs}', here it is {ours}", complaint(tmp_path / "c.toml"))
+
+
+def test_the_table_of_names_fits_the_settings():
+    for theirs, ours in train.THEIRS.items():
+        assert theirs not in train.SCHEMA and (re.match(r"\w+", ours)[0] in train.SCHEMA or ours.startswith("nothing:"))
+    assert "did you mean n_layer?" in complaint("--n-layer=3") and "did you mean n_layer?" in complaint("--n_lyer=3")
+
+
+def test_a_bad_value_names_the_file_it_came_from(tmp_path):
+    for name, text in (("a.toml", "lr = -1.0\n"), ("b.toml", "min_lr = 0.1\nlr = 0.01\n"), ("c.toml", "n_layer = 0\n"),
+                       ("d.toml", "max_steps = 'x'\n")):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    assert complaint(tmp_path / "a.toml") == f"{tmp_path}/a.toml: lr=-1.0: must be positive"
+    assert f"{tmp_path}/b.toml: min_lr=0.1 is above lr=0.01" in complaint(tmp_path / "b.toml")
+    assert f"{tmp_path}/c.toml: n_layer=0" in complaint(tmp_path / "c.toml")
+    assert f"{tmp_path}/d.toml: max_steps='x' must" in complaint(tmp_path / "d.toml")
+    assert complaint(tmp_path / "b.toml", "--lr=-1").startswith("lr=-1.0: must")  # the command line's own
+
+
+def test_a_run_folder_stands_for_its_configuration(shards, tmp_path):
+    run(shards, tmp_path / "a", max_steps=2)
+    (tmp_path / "a").rename(tmp_path / "b")
+    cfg, t = load(tmp_path / "b", "--max_steps=3", "--resume")
+    assert (cfg.n_embd, t.out_dir, t.resume, t.max_steps) == (16, str(tmp_path / "b"), True, 3)
+    assert load(tmp_path / "b", "--out_dir=c")[1].out_dir == "c"
+    assert "cannot read" in complaint(tmp_path) and "expected a .toml file, a run folder or" in complaint("x.json")
+
+
+def test_the_start_says_what_is_in_force_and_what_may_surprise(shards, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(os, "getloadavg", lambda: (10**6, 0, 0))
+    run(shards, tmp_path / "a", warmup_steps=6, n_ffn=64)
+    said = capsys.readouterr().out
+    line, = (line for line in said.splitlines() if line.startswith("settings: "))
+    assert "n_layer=1" in line and "lr=0.01" in line and "warmup_steps=6" in line and "save_every=2" in line
+    assert "n_kv_head" not in line and "head_dim" not in line and "n_ffn" not in line  # derived
+    assert "warning: the warm-up of 6 steps takes the whole run of 6" in said
+    assert re.search(r"the machine is busy \(load 1000000.0 on \d+ cores\).* OMP_NUM_THREADS=1", said)
+    assert said.index("step:0/6 val:") < said.index("step:1/6 loss:")
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0, 0))
+    run(shards, tmp_path / "b", schedule="wsd", decay_steps=5)
+    said = capsys.readouterr().out
+    assert "the decay of 5 steps is longer than the 4 behind the warm-up" in said and "busy" not in said
+    run(shards, tmp_path / "c", schedule="wsd", decay_steps=4, n_ffn=80)
+    said = capsys.readouterr().out
+    assert "warning" not in said and "note" not in said and "n_ffn=80" in said
+
+
+def test_a_vocabulary_above_the_tokenizers_is_said(data, tmp_path, capsys):
+    for vocab_size, said in ((257, False), (320, True)):
+        run(data, tmp_path / str(vocab_size), vocab_size=vocab_size, max_steps=1, eval_every=0)
+        assert ("note: vocab_size=320 is 63 above the tokenizer's" in capsys.readouterr().out) == said
+
+
+def test_the_first_step_and_the_loss_before_training_are_logged(shards, tmp_path):
+    run(shards, tmp_path / "a", log_every=4, eval_every=5, max_steps=9)
+    rows = read_log(tmp_path / "a")
+    assert [r["step"] for r in rows] == ["0", "1", "4", "5", "8", "9"]
+    assert float(rows[0]["val_loss"]) == pytest.approx(np.log(61), abs=0.1) and rows[0]["loss"] == ""
+    assert [r["step"] for r in run(shards, tmp_path / "b", log_every=4, eval_every=0, max_steps=5)] == ["1", "4", "5"]
+
+
+def test_help_lists_the_modes(capsys):
+    with pytest.raises(SystemExit):
+        load("--help")
+    lines = capsys.readouterr().out.splitlines()
+    for name in train.RESIDUAL_MODES:
+        assert sum(line.startswith(f"  {name} ") for line in lines) == 1
