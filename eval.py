@@ -6,6 +6,8 @@
     python eval.py runs/tiny-attnres-seed1 --routing                  where each site reads: tables and figures
     torchrun --standalone --nproc_per_node=8 eval.py runs/...         on several processes: the same numbers
     python eval.py runs/tiny-standard-seed1 --export=folder           weights that transformers loads
+    python eval.py runs/tiny-standard-seed1 --tasks=hellaswag,piqa    benchmarks of lm-eval
+    python eval.py --compare runs/tiny-standard-seed1 runs/...        their differences, item by item
     python eval.py Qwen/Qwen3-0.6B --data_dir=data/val                a Hugging Face folder or Hub id for the run
     python eval.py runs/tiny-standard-seed1 --ngram=5                 the loss of n-gram counts of its training tokens
 
@@ -16,6 +18,7 @@ import argparse
 import json
 import math
 import sys
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -31,7 +34,7 @@ from train import (Tokens, autocast, build_from, choose_device, choose_dtype, ev
 
 def parse_args(argv):
     p = Parser("eval.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    p.add_argument("run", help="run folder (its last.pt), checkpoint file, Hugging Face folder or Hub id")
+    p.add_argument("run", nargs="?", help="run folder (its last.pt), checkpoint file, Hugging Face folder or Hub id")
     p.add_argument("--split", choices=("train", "val", "test"), help="default val")
     p.add_argument("--data_dir", help="folder with the token shards (default: that of the run)")
     p.add_argument("--batch", type=int, help="sequences per forward pass (default 8)")
@@ -49,20 +52,31 @@ def parse_args(argv):
     p.add_argument("--temperature", type=float, help="0 takes the likeliest token (default 0.8)")
     p.add_argument("--top_k", type=int, help="sample among the k likeliest tokens; 0: among all (default)")
     p.add_argument("--seed", type=int, help="of the samples (default 1)")
+    p.add_argument("--tasks", help="benchmarks of lm-eval, with commas between: hellaswag,piqa,arc_easy")
+    p.add_argument("--limit", type=int, help="items of each task (default: all)")
+    p.add_argument("--shots", type=int, help="examples before each item (default: those of the task)")
+    p.add_argument("--task_dir", help="folder with further tasks for lm-eval")
+    p.add_argument("--compare", nargs=2, metavar=("RUN_A", "RUN_B"), help="two runs with results of --tasks, in pairs")
     p.add_argument("--export", help="write the weights to this folder; transformers loads those of standard")
     p.add_argument("--form", choices=("huggingface", "nanodepth"), help="of --export (default: the first that fits)")
     args = p.parse_args(argv)
     # which flags belong to which of the tasks, with their defaults
-    tasks = {"without --prompt": {"split": "val", "batch": 8, "seq_len": 0},
+    tasks = {"without --prompt": {"batch": 8, "seq_len": 0}, "without --prompt and --tasks": {"split": "val"},
              "with --routing": {"windows": 32, "figures": ""}, "with --export": {"form": ""},
+             "with --tasks": {"limit": 0, "shots": None, "task_dir": ""},
              "with --prompt": {"tokens": 200, "samples": 1, "temperature": 0.8, "top_k": 0, "seed": 1}}
-    from_zero = "temperature", "top_k", "seed"
-    chosen = [name for name in ("export", "ngram", "prompt", "routing") if getattr(args, name) not in (None, False)]
-    if len(chosen) > 1:
-        p.error(f"--{chosen[1]} has no effect with --{chosen[0]}")
+    from_zero = "temperature", "top_k", "seed", "shots"
+    given = [name for name in ("compare", "export", "ngram", "prompt", "tasks", "routing") if getattr(args, name)
+             not in (None, False)]
+    if len(given) > 1:
+        p.error(f"--{given[1]} has no effect with --{given[0]}")
+    if (args.run is None) != (given == ["compare"]):
+        p.error("--compare takes two runs and no other" if args.run else "which run? give its folder")
     if args.ngram is not None and not 1 <= args.ngram <= 10:
         p.error(f"--ngram={args.ngram}: must be 1 to 10")
-    active = [f"with --{name}" for name in chosen] + ["without --prompt"] * (chosen in ([], ["ngram"], ["routing"]))
+    on_split = given in ([], ["ngram"], ["routing"])
+    active = [f"with --{name}" for name in given] + ["without --prompt and --tasks"] * on_split
+    active += ["without --prompt"] * (on_split or given == ["tasks"])
     for task, flags in tasks.items():
         for name, default in flags.items():
             value = getattr(args, name)
@@ -125,15 +139,8 @@ def measure(args, model, saved, device, dtype, rank, world):
 
 
 def sample(args, model, saved, device, dtype):
-    """Continuations of the prompt as a list of texts. The tokenizer is the one beside the data: no network needed."""
-    path = Path(data_folder(args, saved)) / "tokenizer.json"
-    if not path.exists() and saved["data"].get("tokenizer") != "bytes":
-        raise UserError(f"{path} is missing, so --prompt cannot be encoded: give the data's folder with --data_dir")
-    encoding = get_encoding(str(path) if path.exists() else "bytes")
-    if encoding.n_vocab > model.cfg.vocab_size:
-        raise UserError(f"{path} has a vocabulary of {encoding.n_vocab}, more than the model's {model.cfg.vocab_size}: "
-                        "give the folder of the data it was trained on with --data_dir")
-    check_tokenizer(args, saved, encoding.name)
+    """Continuations of the prompt as a list of texts."""
+    encoding = find_encoding(args, model, saved)
     ids = [encoding.eot_token, *encoding.encode_ordinary(args.prompt)]
     torch.manual_seed(args.seed)
     with autocast(device, dtype):
@@ -142,11 +149,59 @@ def sample(args, model, saved, device, dtype):
     return [decode(encoding, row[1:]) for row in out.tolist()]
 
 
+def find_encoding(args, model, saved):
+    """The tokenizer beside the data: no network needed."""
+    path = Path(data_folder(args, saved)) / "tokenizer.json"
+    if not path.exists() and saved["data"].get("tokenizer") != "bytes":
+        raise UserError(f"{path} is missing, so text cannot be encoded: give the data's folder with --data_dir")
+    encoding = get_encoding(str(path) if path.exists() else "bytes")
+    if encoding.n_vocab > model.cfg.vocab_size:
+        raise UserError(f"{path} has a vocabulary of {encoding.n_vocab}, more than the model's {model.cfg.vocab_size}: "
+                        "give the folder of the data it was trained on with --data_dir")
+    check_tokenizer(args, saved, encoding.name)
+    return encoding
+
+
+def run_tasks(args, model, saved, path, device, dtype, rank):
+    """Benchmarks of lm-eval; results go to tasks.json and tasks/ in the run folder."""
+    encoding = find_encoding(args, model, saved)
+    found = hub.run_tasks(args.tasks.split(","), model, encoding, partial(decode, encoding),
+                          partial(autocast, device, dtype), args.batch, args.seq_len or model.cfg.seq_len,
+                          limit=args.limit or None, shots=args.shots, folder=args.task_dir or None)
+    if rank:
+        return
+    folder = path.parent if path.is_file() else Path("runs", str(args.run).strip("/").replace("/", "--"))
+    table = hub.write_results(found, folder)
+    if args.json:
+        return print(json.dumps(table))
+    for task, row in table.items():
+        print(f"{task}: {', '.join(f'{k} {v:.4f}' for k, v in row.items() if isinstance(v, float))}, n {row['n']:,}")
+    print(f"wrote {folder}/tasks.json and tasks/; two models in pairs: python eval.py --compare RUN {folder}")
+
+
+def compare_runs(args):
+    rows = hub.compare(*args.compare)
+    if args.json:
+        return print(json.dumps(rows))
+    for r in rows:
+        test = (f"only A {r['only_a']:,}, only B {r['only_b']:,}  p {r['p']:.4f}, of {len(rows)} tasks {r['holm']:.4f}"
+                if "p" in r else "no test: not a score of 0 or 1")
+        print(f"{r['task']}  {r['metric']} {r['a']:.4f} -> {r['b']:.4f}  {r['difference']:+.4f} (95 % {r['low']:+.4f} "
+              f"to {r['high']:+.4f})  {test}  n {r['n']:,}")
+    print("p: McNemar's exact test on the items that one of the two gets right, then Holm's over all tasks; interval: "
+          "paired bootstrap")
+
+
 def decode(encoding, ids):
     """Text of ids. An id without a token (vocabularies may have gaps) becomes U+FFFD, as bytes that are no text do."""
-    known = {*encoding._mergeable_ranks.values(), *encoding._special_tokens.values()}
+    known = known_ids(encoding)
     pieces = (encoding.decode_single_token_bytes(i) if i in known else b"\xff" for i in ids)
     return b"".join(pieces).decode(errors="replace")
+
+
+@cache
+def known_ids(encoding):
+    return {*encoding._mergeable_ranks.values(), *encoding._special_tokens.values()}
 
 
 def export(args):
@@ -157,6 +212,8 @@ def export(args):
 
 
 def run(args):
+    if args.compare:
+        return compare_runs(args)
     if args.export is not None:
         return export(args)
     device, _ = choose_device(args.device)
@@ -168,6 +225,8 @@ def run(args):
         if rank == 0:
             print(json.dumps(texts) if args.json else "\n---\n".join(texts))
         return
+    if args.tasks is not None:
+        return run_tasks(args, model, saved, path, device, dtype, rank)
     if args.routing:
         return report_routing(args, model, saved, device, dtype)
     if args.ngram:

@@ -4,19 +4,25 @@
     export(saved, "folder")              a checkpoint -> a folder that transformers loads
     weights, base = convert(cfg, saved)  the same tensors under another residual
     step_zero(model, base, rows)         what that conversion changes, before any training
+    run_tasks(...), compare(a, b)        benchmarks of EleutherAI's lm-eval, and two models in pairs
 
 train.py (init_from) and eval.py take a Hugging Face folder or Hub id wherever they take a run. Only safetensors are
 read. Packages: pip install -r requirements-hub.txt
 """
+import importlib
 import json
 import math
 import os
 import re
 import shutil
+import zlib
 from dataclasses import asdict
+from difflib import get_close_matches
 from pathlib import Path
 
+import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from model import GPT, KNOBS, RESIDUAL_MODES, GPTConfig
@@ -29,13 +35,12 @@ SHAPE = ("vocab_size", "n_layer", "n_head", "n_kv_head", "head_dim", "n_embd", "
 LLAMA3 = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)  # those of model.rotary
 
 
-def need(package):
+def need(package, what="Hugging Face models", file="requirements-hub.txt"):
     """Import an optional package, or say how to get it."""
     try:
-        return __import__(package, fromlist=["x"])
+        return importlib.import_module(package)
     except ImportError as e:
-        raise UserError(f"Hugging Face models need {package.split('.')[0]} ({first_line(e)}): pip install -r "
-                        "requirements-hub.txt") from None
+        raise UserError(f"{what} need {package.split('.')[0]} ({first_line(e)}): pip install -r {file}") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -312,3 +317,223 @@ def step_zero(model, base, rows):
         most = max(most, (logits[1] - logits[0]).abs().max().item())
     before, after = (nll / (rows.shape[1] - 1)).tolist()
     return after, after - before, most
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Benchmarks
+
+
+class Adapter:
+    """What lm-eval asks of a model. Every process runs the whole harness, and only the forward passes are shared out.
+
+    encoding: encode_ordinary, eot_token and, where text begins with a token of its own, bos_token; decode: ids -> text;
+    autocast: makes the context of a forward pass; batch: sequences in one; max_length: tokens of context.
+    """
+
+    def __init__(self, model, encoding, decode, autocast, batch, max_length):
+        super().__init__()
+        self.model, self.encoding, self.decode, self.autocast, self.batch = model, encoding, decode, autocast, batch
+        self.max_length, self.bos = max_length, getattr(encoding, "bos_token", None)
+        self._device = model.gain.device
+
+    @property
+    def eot_token_id(self):
+        return self.encoding.eot_token
+
+    @property
+    def prefix_token_id(self):
+        return self.eot_token_id if self.bos is None else self.bos
+
+    @property
+    def tokenizer_name(self):
+        return self.encoding.name
+
+    def tok_encode(self, string, add_special_tokens=None, **_):
+        ids = self.encoding.encode_ordinary(string)
+        return ids if self.bos is None or add_special_tokens is False else [self.bos, *ids]
+
+    def spread(self, items, function, size):
+        """function(batch) -> list of results, over all processes; returns those of all items, in their order.
+
+        Batches are made first, of the longest, and dealt out whole: no number depends on how many processes there are.
+        """
+        world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+        order, found = sorted(range(len(items)), key=lambda i: -size(items[i])), {}
+        for part in [order[i:i + self.batch] for i in range(0, len(order), self.batch)][rank::world]:
+            with torch.no_grad(), self.autocast():
+                found |= dict(zip(part, function([items[i] for i in part])))
+        parts = [found] * world
+        if world > 1:
+            dist.all_gather_object(parts, found)
+        return [next(p[i] for p in parts if i in p) for i in range(len(items))]
+
+    def score(self, pairs):
+        """[(context, continuation)] in ids -> [(log-likelihood of the continuation, whether it is the likeliest)].
+
+        Padded on the right, where causal attention never looks; logits are made for the continuations alone.
+        """
+        rows = [(context + ids)[-self.max_length - 1:] for context, ids in pairs]
+        x = torch.zeros(len(rows), max(map(len, rows)) - 1, dtype=torch.long)
+        for i, row in enumerate(rows):
+            x[i, :len(row) - 1] = torch.tensor(row[:-1])
+        h, out = self.model.trunk(x.to(self._device)), []
+        for i, (row, (_, ids)) in enumerate(zip(rows, pairs)):
+            first = max(0, len(row) - 1 - len(ids))
+            logp = self.model.logits(h[i, first:len(row) - 1]).log_softmax(-1)
+            wanted = torch.tensor(row[first + 1:], device=self._device)
+            out.append((logp.gather(1, wanted[:, None]).sum().item(), bool((logp.argmax(-1) == wanted).all())))
+        return out
+
+    def score_all(self, pairs):
+        return self.spread(pairs, self.score, lambda pair: len(pair[0]) + len(pair[1]))
+
+    def _loglikelihood_tokens(self, requests, **_):
+        return self.score_all([(context, ids) for _, context, ids in requests])
+
+    def loglikelihood_rolling(self, requests, **_):
+        utils, windows, owner = importlib.import_module("lm_eval.utils"), [], []
+        for i, (text,) in enumerate(r.args for r in requests):
+            cut = utils.get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1)
+            mine = [utils.make_disjoint_window(w) for w in cut]
+            windows, owner = windows + mine, owner + [i] * len(mine)
+        total = [0.0] * len(requests)
+        for i, (logp, _) in zip(owner, self.score_all(windows)):
+            total[i] += logp
+        return total
+
+    def generate_until(self, requests, **_):
+        return self.spread([r.args for r in requests], lambda part: [self.write(*args) for args in part],
+                           lambda args: len(args[0]))
+
+    def write(self, context, options):
+        """The continuation of a text up to the first of options["until"], in at most options["max_gen_toks"] tokens."""
+        stops = [options.get("until") or []] if isinstance(options.get("until"), str) else options.get("until") or []
+        n, sampled = options.get("max_gen_toks", 256), options.get("do_sample", False)
+        if n >= self.max_length:
+            raise UserError(f"a task writes {n} tokens, and the model has a context of {self.max_length}")
+        if sampled and options.get("top_p", 1) != 1:
+            raise UserError(f"a task samples with top_p={options['top_p']}, which is not supported here")
+        context = self.tok_encode(context)[n - self.max_length:]
+        reach = max((len(s.encode()) for s in stops), default=0)  # a string is never of more tokens than bytes
+
+        def stop(idx):
+            last = idx[0, len(context):].tolist()
+            return last[-1] == self.eot_token_id or any(s in self.decode(last[-reach:]) for s in stops)
+        torch.manual_seed(zlib.crc32(str(context).encode()))  # the same on any process
+        idx = self.model.generate(
+            torch.tensor([context], device=self._device), n, options.get("temperature", 1.0) if sampled else 0.0,
+            options.get("top_k", 0) if sampled else 0, self.encoding.n_vocab, stop)
+        ids = idx[0, len(context):].tolist()
+        text = self.decode(ids[:ids.index(self.eot_token_id)] if self.eot_token_id in ids else ids)
+        return text[:min((text.find(s) for s in stops if s in text), default=len(text))]
+
+
+def run_tasks(tasks, *model, limit=None, shots=None, folder=None):
+    """Run tasks of lm-eval on a model (what Adapter takes) -> its results: on every process, with `samples` by task."""
+    lm_eval = need("lm_eval", "--tasks", "requirements-tasks.txt")
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.tasks import TaskManager
+    manager = TaskManager(include_path=folder)
+    for name in tasks:
+        if not manager.match_tasks([name]):
+            near = get_close_matches(name, manager.all_tasks, 1)
+            raise UserError(f"lm-eval has no task {name}{f', did you mean {near[0]}?' if near else ''}")
+    harness = type("Harness", (Adapter, TemplateLM), {})(*model)
+    rank, os.environ["LOCAL_RANK"] = os.environ.get("LOCAL_RANK"), "0"  # or the harness gives results to one process
+    try:
+        return lm_eval.simple_evaluate(model=harness, tasks=tasks, num_fewshot=shots, limit=limit, task_manager=manager,
+                                       bootstrap_iters=1000)
+    except OSError as e:  # those of the libraries that fetch the data are among these
+        raise UserError(f"the data of {', '.join(tasks)} cannot be had ({first_line(e)[:200]})") from None
+    finally:
+        os.environ.pop("LOCAL_RANK") if rank is None else os.environ.update(LOCAL_RANK=rank)
+
+
+def write_results(results, folder):
+    """tasks.json (the tasks that are there already stay) and tasks/<task>.jsonl with one line per item and filter."""
+    folder, table = Path(folder), {}
+    (folder / "tasks").mkdir(parents=True, exist_ok=True)
+    if (folder / "tasks.json").exists():
+        table = json.loads((folder / "tasks.json").read_text(encoding="utf-8"))
+    for task, found in results["results"].items():
+        values = {k.removesuffix(",none"): v for k, v in found.items() if isinstance(v, float)}
+        table[task] = values | dict(n=results["n-samples"].get(task, {}).get("effective"),
+                                    shots=results["n-shot"].get(task), version=results["versions"].get(task))
+    for task, samples in results["samples"].items():
+        with open(folder / "tasks" / f"{task}.jsonl", "w", encoding="utf-8") as f:
+            for s in samples:
+                item = "-".join(s[k][:12] for k in ("doc_hash", "prompt_hash", "target_hash"))
+                values = {m: s[m] if isinstance(s[m], (int, float)) else s[m][0] for m in s["metrics"]}
+                f.write(json.dumps(dict(doc_id=s["doc_id"], filter=s["filter"], item=item) | values) + "\n")
+    (folder / "tasks.json").write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    return {task: table[task] for task in results["results"]}
+
+
+def mcnemar(only_a, only_b):
+    """Exact two-sided p of the discordant items: without a difference, only_a ~ Binomial(only_a + only_b, 1/2)."""
+    n, ways, total = only_a + only_b, 1, 0
+    for i in range(min(only_a, only_b) + 1):
+        total, ways = total + ways, ways * (n - i) // (i + 1)
+    return min(1.0, 2 * total / 2**n)
+
+
+def holm(p):
+    """Holm's adjusted p of several tests, in their order: any below 0.05 is so for all of them together."""
+    out, worst = list(p), 0.0
+    for done, i in enumerate(sorted(range(len(p)), key=lambda i: p[i])):
+        out[i] = worst = max(worst, min(1.0, p[i] * (len(p) - done)))
+    return out
+
+
+def paired_interval(d, rounds=10_000, seed=0):
+    """95 % bootstrap interval of the mean of differences d (n,): items are drawn anew, pairs stay together."""
+    draw, d, n = np.random.default_rng(seed), np.asarray(d, float), len(d)
+    values, counts = np.unique(d, return_counts=True)
+    if len(values) < 10:  # items of one difference are alike
+        means = draw.multinomial(n, counts / n, rounds) @ values / n
+    else:
+        means = [d[draw.integers(n, size=n)].mean() for _ in range(rounds)]
+    return np.quantile(means, [0.025, 0.975]).tolist()
+
+
+METRICS = "acc_norm", "acc", "exact_match", "f1"  # the first of these that a task has is compared, else its first
+
+
+def read_items(run, task):
+    """{(doc_id, filter): row} of one task of a run."""
+    path = Path(run) / "tasks" / f"{task}.jsonl"
+    try:
+        with open(path, encoding="utf-8") as f:
+            return {(r["doc_id"], r["filter"]): r for r in map(json.loads, f)}
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise UserError(f"{path} cannot be read ({first_line(e)}): run eval.py --tasks again") from None
+
+
+def compare(a, b):
+    """Two runs on the tasks that both have, item by item -> a row for each task, as a dictionary."""
+    names = [{p.stem for p in Path(run).glob("tasks/*.jsonl")} for run in (a, b)]
+    for run, mine in zip((a, b), names):
+        if not mine:
+            raise UserError(f"{run} has no results of tasks: python eval.py {run} --tasks=...")
+    if not names[0] & names[1]:
+        raise UserError(f"{a} and {b} have no task in common")
+    rows = []
+    for task in sorted(names[0] & names[1]):
+        x, y = read_items(a, task), read_items(b, task)
+        if {k: r["item"] for k, r in x.items()} != {k: r["item"] for k, r in y.items()}:
+            raise UserError(f"{task}: {a} ({len(x)} items) and {b} ({len(y)} items) did not see the same items: run "
+                            "both with the same --limit, --shots and version of lm-eval")
+        first = next(iter(x))
+        metric = next(m for m in (*METRICS, *x[first]) if m in x[first] and m not in ("doc_id", "filter", "item"))
+        pairs = np.array([(x[k][metric], y[k][metric]) for k in x if k[1] == first[1]], dtype=float)
+        d, row = pairs[:, 1] - pairs[:, 0], dict(task=task, metric=metric, n=len(pairs))
+        low, high = paired_interval(d)
+        row |= dict(a=pairs[:, 0].mean(), b=pairs[:, 1].mean(), difference=d.mean(), low=low, high=high)
+        if np.isin(pairs, (0, 1)).all():
+            row |= dict(only_a=int((d < 0).sum()), only_b=int((d > 0).sum()))
+            row["p"] = mcnemar(row["only_a"], row["only_b"])
+        rows.append(row)
+    tested = [row for row in rows if "p" in row]
+    for row, p in zip(tested, holm([row["p"] for row in tested])):
+        row["holm"] = p
+    return rows

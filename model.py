@@ -907,8 +907,8 @@ class GPT(nn.Module):
         return found
 
     @torch.no_grad()
-    def generate(self, idx, n, temperature=1.0, top_k=0, n_vocab=0):
-        """Append n sampled tokens to the prompt idx (B, T), T >= 1; returns (B, T + n).
+    def generate(self, idx, n, temperature=1.0, top_k=0, n_vocab=0, stop=lambda idx: False):
+        """Append n sampled tokens to the prompt idx (B, T), T >= 1; -> (B, T + n); ends once stop(tokens) is true.
 
         temperature 0 (or below 1e-6) takes the likeliest token; top_k > 0 samples among the k likeliest; n_vocab > 0
         allows only ids below it (a vocabulary may be padded). The model sees at most its last seq_len tokens; when the
@@ -933,6 +933,8 @@ class GPT(nn.Module):
             else:
                 new = logits.argmax(-1, keepdim=True)
             idx = torch.cat([idx, new], dim=1)
+            if stop(idx):
+                break
         return idx
 
     def kv_dtype(self):

