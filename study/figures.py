@@ -33,11 +33,11 @@ def draw_difference(plt, args, study, arms, rows, results, ngrams, tokens, colou
     shown = [n for n, r in results.items() if main in r["diffs"]]
     if not shown:
         return None
-    fig, (left, right) = plt.subplots(1, 2, figsize=(12, 1.5 + 0.42 * max(5, len(shown))), width_ratios=(3, 2))
+    fig, (left, right) = plt.subplots(1, 2, figsize=(13, 1.5 + 0.42 * max(5, len(shown))), width_ratios=(4, 3))
     for i, name in enumerate(reversed(shown)):
         r, d = results[name], results[name]["diffs"][main]
         low, high = d.interval()
-        solid = r["words"][:1] in (["gain"], ["loss"])
+        solid = r["words"][:1] in (["gain"], ["worse"])
         left.errorbar(d.mean, i, xerr=d.mean - low if d.n > 1 else None, color=colours[name], capsize=3, fmt="o",
                       mfc=colours[name] if solid else "w")
         at = [n for n in (*study.steps, study.long_steps) if n in r["diffs"]]
@@ -49,15 +49,18 @@ def draw_difference(plt, args, study, arms, rows, results, ngrams, tokens, colou
     names = [f"{n}{'' if results[n]['base'] == 'standard' else ' − ' + results[n]['base']}\n"
              f"{', '.join(results[n]['words']) or 'one pair'}" for n in reversed(shown)]
     left.set_yticks(range(len(shown)), names, fontsize=8)
-    left.set(xlabel="loss minus that of standard (nats); left is better", title=f"after {tokens[main] / 1e6:.2g}M "
-             "tokens, 95 % intervals; filled: sure after Holm's correction")
+    left.set(xlabel="loss minus that of the base (nats); left is better", title=f"after {tokens[main] / 1e6:.2g}M "
+             "tokens; 95 % intervals, filled where p < 0.05 after Holm")
     left.axvspan(-SAME, SAME, color="0.9", zorder=0)
     left.axvline(0, color="k", lw=0.8)
     right.axhspan(-SAME, SAME, color="0.9", zorder=0)
     right.axhline(0, color="k", lw=0.8)
     millions(right, sorted({tokens[n] for name in shown for n in results[name]["diffs"]}))
-    right.set(ylabel="loss minus that of standard (nats)", title="the same at each budget; grey: ±0.01")
-    right.legend(fontsize=7)
+    means = [d.mean for name in shown for d in results[name]["diffs"].values()]
+    room = max(0.015, 0.4 * (max(means) - min(means)))
+    right.set(ylim=(min(0, *means) - room, max(0, *means) + room), title="the same at each budget; grey: ±0.01 nat")
+    right.legend(*(x[::-1] for x in right.get_legend_handles_labels()), fontsize=7, loc="upper left",
+                 bbox_to_anchor=(1, 1))
     for ax in (left, right):
         ax.title.set_fontsize(9)
     return fig
@@ -82,6 +85,9 @@ def draw_tuning(plt, args, study, arms, rows, results, ngrams, tokens, colours):
             ax.plot(best[0], found[best], "o", ms=9, mfc="none", color="C3")
         ax.set_title(f"{name}, {len(found)} trials", fontsize=8)
         ax.set_xscale("log")
+        rates = sorted({lr for mine in done.values() for lr, _ in mine})
+        ax.set_xticks(rates, [f"{lr:g}" for lr in rates], rotation=90)
+        ax.minorticks_off()
         ax.tick_params(labelsize=6)
     for ax in axes.flat[len(done):]:
         ax.set_axis_off()
@@ -99,10 +105,11 @@ def draw_loss(plt, args, study, arms, rows, results, ngrams, tokens, colours):
     for n in range(2, 6) if counted else ():
         y = [float(g[f"{n}-gram"]) for g in counted]
         ax.plot([int(g["tokens"]) for g in counted], y, ":", color="0.5", lw=1)
-        ax.annotate(f"{n}-gram counts", (int(counted[-1]["tokens"]), y[-1]), fontsize=7, color="0.4")
+        ax.annotate(f"{n}-gram counts", (int(counted[-1]["tokens"]), y[-1]), fontsize=7, color="0.4", ha="right",
+                    va="bottom")
     millions(ax, sorted({tokens[n] for r in results.values() for n in r["loss"]}) or [1])
     ax.set_ylabel("val loss (nats per token)")
-    ax.legend(fontsize=7)
+    ax.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
     return fig
 
 

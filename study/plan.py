@@ -49,7 +49,7 @@ class Study:
     seeds: int = 3  # pairs of an arm, seeds 1, 2, ...
     tuning_seed: int = 101  # of the trials, used for nothing else
     trials: int = 0  # of each arm at the first budget; 0: nothing is tuned
-    papers: str = ""  # arm with the papers' start
+    papers: str = ""  # suffix of the arms with the papers' start: what an arm gains there, beside its gain elsewhere
     static: str = ""  # arm with static weights over depth
 
 

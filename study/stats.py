@@ -99,19 +99,19 @@ SAME = 0.01  # nat: differences within this are none
 
 def verdict(main, p, first=None, last=None, papers=None, static=None, moved=None):
     """Words for one arm from its Paired differences: to the base at the main, the first and the longest budget, to the
-    papers' start and to static weights at the main one. p is Holm's over all arms; moved as in `cell.moved`.
+    base where both have the papers' start, and to static weights. p is Holm's over all arms; moved as in `cell.moved`.
 
-        gain, loss             p < 0.05, and the sign
+        gain, worse            p < 0.05, and the sign
         no difference          else, if the 90 % interval lies inside +-0.01 nat; "cannot tell" where it does not
         transient              gain at the longest budget below half of that at the first, or below 0.01 nat
-        due to the start       gain over the papers' start at least twice that over the sound start
+        due to the start       gain from the papers' start at least twice that from the sound one
         attention helps        below static learned weights, 95 % interval without 0
         routes still moving    in the last third of the run by a tenth of their way or more
     """
     words = []
     low, high = main.interval(0.90)
     if p < 0.05:
-        words.append("gain" if main.mean < 0 else "loss")
+        words.append("gain" if main.mean < 0 else "worse")
     elif -SAME < low and high < SAME:
         words.append("no difference")
     else:

@@ -14,7 +14,11 @@ def compare(study, arms, rows):
     tokens = {c.steps: int(r["tokens"]) for c, r in rows.items()}
 
     def against(name, base, steps=main):
-        return stats.paired(*(losses(runs[x][steps]) for x in (name, base))) if base in arms and name != base else None
+        known = name in arms and base in arms and name != base
+        return stats.paired(*(losses(runs[x][steps]) for x in (name, base))) if known else None
+
+    def control(name):
+        return not arms[name].routed or bool(study.papers) and name.endswith(study.papers)
     out = {}
     for name, arm in arms.items():
         mine, base = runs[name][main], runs[arm.base][main]
@@ -25,11 +29,12 @@ def compare(study, arms, rows):
             trials=len(trials(study, rows, name)), added=int(next(iter(mine.values()))["added"]),
             loss={n: statistics.mean(losses(r).values()) for n, r in runs[name].items() if r},
             diffs={n: d for n in lengths if (d := against(name, arm.base, n))},
-            static=against(name, study.static), papers=against(name, study.papers),
+            static=against(name, study.static),
+            papers=against(name + study.papers, arm.base + study.papers) if study.papers else None,
             documents=stats.over_documents([(documents(mine[s]), documents(base[s])) for s in mine if s in base]),
             test=statistics.mean(float(r["test"] or "nan") for r in mine.values()),
             moved=statistics.mean(float(r["moved"] or 0) for r in mine.values()))
-    corrected = stats.holm({n: r["diffs"][main].p for n, r in out.items() if main in r["diffs"] and arms[n].routed})
+    corrected = stats.holm({n: r["diffs"][main].p for n, r in out.items() if main in r["diffs"] and not control(n)})
     curve = [(tokens[n], out["standard"]["loss"][n]) for n in lengths if n in out.get("standard", {"loss": ()})["loss"]]
     for name, r in out.items():
         d = r["diffs"].get(main)
@@ -47,6 +52,10 @@ def interval(d, digits=3):
     return f"{low:+.{digits}f} to {high:+.{digits}f}" if d.n > 1 else "one pair"
 
 
+def small(p):
+    return "<0.001" if p < 0.001 else f"{p:.3f}"
+
+
 def text_table(study, results, missing):
     """At most 100 columns."""
     main = study.steps[-1]
@@ -55,7 +64,7 @@ def text_table(study, results, missing):
     for name, r in results.items():
         line = f"{name[:24]:24} {r['rate'][0]:7.2g} {r['rate'][1]:3g} {r['loss'][main]:7.4f}"
         if d := r["diffs"].get(main):
-            line += f"  {d.mean:+7.3f}  {interval(d):>16}  {d.won:>2}/{d.n}  {r['p']:6.3f}  {''.join(r['words'][:1])}"
+            line += f"  {d.mean:+7.3f}  {interval(d):>16}  {d.won:>2}/{d.n}  {small(r['p']):>6}  {(*r['words'], '')[0]}"
         lines.append(line)
     return "\n".join([*lines, *(f"{name[:24]:24} not run" for name in missing)])
 
@@ -73,7 +82,7 @@ def markdown(study, results, missing, claims, speed):
         table[-1] += ["" if math.isnan(r["test"]) else f"{r['test']:.4f}"]
         table[-1] += [f"{d.mean:+.4f}", interval(d, 4)] if d else ["", ""]
         table[-1] += ["{:+.3f} to {:+.3f}".format(*r["documents"]) if d and r["documents"] else ""]
-        table[-1] += [f"{d.won}/{d.n}", f"{r['p']:.3f}" if d.n > 1 else ""] if d else ["", ""]
+        table[-1] += [f"{d.won}/{d.n}", small(r["p"]) if d.n > 1 else ""] if d else ["", ""]
         table[-1] += [f"{r['gain']:.2f} ×" if r["gain"] else "", "{speed} ({low} to {high})".format(**s) if s else ""]
         table[-1] += [", ".join(r["words"])]
     table += [[f"`{name}`", "not run", *[""] * (len(head) - 2)] for name in missing]

@@ -16,7 +16,7 @@ import train
 from helpers import HERE, assert_close, loss_of, make, tokens
 from model import GPTConfig
 from prepare_fineweb import UserError
-from study import bench, cell, plan, run, stats
+from study import bench, cell, plan, run, stats, table
 from train import Tokens, load_config
 
 
@@ -75,7 +75,7 @@ def test_each_verdict_is_said_where_its_rule_holds():
     def d(mean, spread=0.004, n=4):
         return stats.Paired(mean, spread, n, n if mean < 0 else 0)
     for p, args, words in (
-            (0.01, dict(main=d(-0.03)), ["gain"]), (0.01, dict(main=d(0.03)), ["loss"]),
+            (0.01, dict(main=d(-0.03)), ["gain"]), (0.01, dict(main=d(0.03)), ["worse"]),
             (0.4, dict(main=d(-0.001)), ["no difference"]), (0.4, dict(main=d(-0.008)), ["cannot tell"]),
             (0.4, dict(main=d(-0.001, 0.03)), ["cannot tell"]),
             (0.01, dict(main=d(-0.03), first=d(-0.05), last=d(-0.024)), ["gain", "transient"]),
@@ -228,6 +228,40 @@ def test_every_arm_gets_as_many_trials_and_every_run_comes_once(small):
         assert not plan.left_to_train(study, arms, rows)
 
 
+def test_verdicts_follow_from_the_rows(small):
+    """Known effects are put into the rows: each arm is compared with its own base, controls do not count in Holm's."""
+    path, write = small
+    write('long_steps = 40\nlong_seeds = 2\nseeds = 4\npapers = ", old"\nstatic = "mhar"', **{
+        "seeds = 2\n": "", "[arm.attnres_block]": "[arm.attnres_block]\n[arm.rd]\n[arm.mhar]" + "".join(
+            f'\n[arm."{n}, old"]\nresidual_mode = "{n}"\ninit = "gpt2"\nbase = "{base}"'
+            for n, base in (("standard", "standard"), ("attnres_block", "standard, old")))})
+    study, arms, _ = plan.read_config(path, run.parse_args([str(path)]))
+    effect = {"attnres_block": -0.03, "rd": -0.02, "mhar": -0.001, "attnres_block, old": -0.10, "standard, old": 0.1}
+    rows, noise = {}, np.random.default_rng(0)
+    while cells := plan.wanted(study, arms, rows):
+        c = cells[0]
+        late = 0.3 if c.arm == "rd" and c.steps == 40 else 1
+        base = 3 - 0.5 * math.log(c.steps) + 0.1 * c.seed + effect.get(c.arm, 0) * late
+        base += effect["standard, old"] if c.arm == "attnres_block, old" else 0
+        rows[c] = row_of(base + noise.normal(0, 0.001), arms, c)
+    results = table.compare(study, arms, rows)
+    assert list(results)[0] == "standard" and not results["standard"]["words"]
+    assert {n: r["words"][0] for n, r in results.items() if r["words"]} == {
+        "attnres_block": "gain", "rd": "gain", "mhar": "no difference", "attnres_block, old": "gain",
+        "standard, old": "worse"}
+    assert set(results["attnres_block"]["words"]) == {"gain", "due to the start", "attention helps"}
+    assert "transient" in results["rd"]["words"]
+    single = {n: r["diffs"][10].p for n, r in results.items() if r["diffs"]}
+    corrected = stats.holm({n: single[n] for n in ("attnres_block", "rd", "mhar")})
+    assert {n: results[n]["p"] for n in single} == single | corrected and corrected["rd"] > single["rd"]
+    assert results["attnres_block"]["gain"] == pytest.approx(math.exp(0.03 / 0.5), abs=0.01)
+    claim = dict(text="x", paper="y", nat=-0.01, arm="attnres_block", base="rd")
+    shown = table.markdown(study, results, ["hc"], [claim], {})
+    assert re.search(r"same sign, (0.9|1.0|1.1) × \| gain \|", shown) and "| `hc` | not run |" in shown
+    lines = table.text_table(study, results, ["hc"]).splitlines()
+    assert len(lines) == 8 and max(map(len, lines)) <= 100
+
+
 @pytest.mark.slow
 def test_a_study_from_its_configuration_to_its_sentence(small, tmp_path, monkeypatch, capsys):
     path, write = small
@@ -259,12 +293,12 @@ def test_a_study_from_its_configuration_to_its_sentence(small, tmp_path, monkeyp
     assert again.splitlines()[-3:] == first.splitlines()[-3:]
     assert {p.name for p in (tmp_path / "out").iterdir()} == {
         "rows.csv", "table.md", "ngrams.csv", "lock", "difference.png", "loss.png", "depth.png"}
-    table = (tmp_path / "out/table.md").read_text(encoding="utf-8")
+    text = (tmp_path / "out/table.md").read_text(encoding="utf-8")
     rows = plan.read_rows(tmp_path / "out/rows.csv")
     assert len(rows) == 8 and {c.steps for c in rows} == {5, 10} and {c.seed for c in rows} == {1, 2}
     losses = {c: float(r["loss"]) for c, r in rows.items() if c.steps == 10}
     delta = np.mean([losses[c] - losses[c._replace(arm="standard")] for c in losses if c.arm == "attnres_block"])
-    assert f"| {delta:+.4f} |" in table
+    assert f"| {delta:+.4f} |" in text
     assert "rd                       not run" in study("--modes=rd", "--minutes=0")
     study("--test", "--modes=attnres_block")
     assert all(r["test"] for c, r in plan.read_rows(tmp_path / "out/rows.csv").items() if c.steps == 10)
