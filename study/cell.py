@@ -31,19 +31,24 @@ def steps_done(folder):
     return load_checkpoint(folder / "last.pt")["step"] if (folder / "last.pt").exists() else 0
 
 
-def finish(flags, folder, steps):
+def configure(keys, **more):
+    """train.py's settings from a dictionary -> (GPTConfig, TrainConfig)"""
+    return load_config([f"--{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in (keys | more).items()])
+
+
+def finish(keys, folder, steps):
     """Train one run of `steps` steps in folder/<steps>, from folder/trunk -> its row, but for what the study knows."""
     trunk, end, leave = folder / "trunk", folder / str(steps), branch_step(steps)
-    flags = [*flags, "--schedule=wsd", f"--max_steps={steps}", f"--decay_steps={steps - leave}", "--resume=true"]
+    keys = keys | dict(schedule="wsd", max_steps=steps, decay_steps=steps - leave, resume=True)
     early = folder / f"routes-{steps}.json"  # after two thirds of the run
     if not (trunk / "last.pt").exists():  # whatever there is was cut short before its first save
         shutil.rmtree(trunk, ignore_errors=True)
     if not (end / "last.pt").exists():
         for stop in (round(steps * 2 / 3), leave):
             if steps_done(trunk) < stop:
-                train(*load_config([*flags, f"--out_dir={trunk}", f"--stop_after={stop}"]))
+                train(*configure(keys, out_dir=trunk, stop_after=stop))
             if not early.exists():
-                early.write_text(json.dumps(mean_weights(trunk, flags)), encoding="utf-8")
+                early.write_text(json.dumps(mean_weights(trunk, keys)), encoding="utf-8")
         if steps_done(trunk) != leave:
             raise UserError(f"{trunk} is at step {steps_done(trunk)}, past step {leave}, where the run of {steps} "
                             f"steps leaves it: delete {folder}, and it is trained again")
@@ -53,10 +58,10 @@ def finish(flags, folder, steps):
         shutil.rmtree(end, ignore_errors=True)
         half.rename(end)
     if steps_done(end) < steps:
-        train(*load_config([*flags, f"--out_dir={end}"]))
-    cfg, t = load_config([*flags, f"--out_dir={end}"])
+        train(*configure(keys, out_dir=end))
+    _, t = configure(keys, out_dir=end)
     nll, documents = split_losses(end, t, "val")
-    late, before = mean_weights(end, flags), json.loads(early.read_text(encoding="utf-8"))
+    late, before = mean_weights(end, keys), json.loads(early.read_text(encoding="utf-8"))
     with open(end / "log.csv", newline="", encoding="utf-8") as f:
         speeds = [float(row["tok_per_s"]) for row in csv.DictReader(f) if row["tok_per_s"]]
     return dict(tokens=steps * t.tokens_per_step, loss=f"{nll:.6f}", documents=documents, machine=machine(t),
@@ -64,9 +69,9 @@ def finish(flags, folder, steps):
                 tok_per_s=int(np.median(speeds)), commit=commit(), **moved(before, late))
 
 
-def mean_weights(folder, flags):
+def mean_weights(folder, keys):
     """{route: mean over tokens, positions and heads of its weights, and of its largest weight} on 32 windows of val."""
-    _, t = load_config(flags)
+    _, t = configure(keys)
     model, saved, _ = load_model(folder, torch.device("cpu"), torch.float32)
     data = Tokens(t.data_dir, "val", model.cfg.seq_len, model.cfg.vocab_size)
     n = min(32, data.windows)
@@ -131,10 +136,10 @@ def machine(t):
 
 
 def main(argv):
-    folder, steps, *flags = argv
+    folder, steps, keys = argv
     warnings.filterwarnings("ignore", message=".*routing runs on the reference")
     torch.set_num_threads(1)
-    row = finish(flags, Path(folder), int(steps))
+    row = finish(json.loads(keys), Path(folder), int(steps))
     path = Path(folder) / steps / "row.json"
     path.with_suffix(".new").write_text(json.dumps(row), encoding="utf-8")
     path.with_suffix(".new").replace(path)

@@ -11,8 +11,8 @@ import zlib
 from typing import NamedTuple
 
 from prepare_fineweb import UserError, first_line
-from study.cell import branch_step
-from train import SCHEMA, load_config
+from study.cell import branch_step, configure
+from train import SCHEMA
 
 COLUMNS = ("arm", "seed", "steps", "lr", "route_lr_mult", "tokens", "loss", "test", "documents", "added", "largest",
            "moved", "tok_per_s", "machine", "torch", "data", "settings", "commit")
@@ -32,7 +32,7 @@ class Cell(NamedTuple):
 
 
 class Arm(NamedTuple):
-    flags: list  # of train.py
+    keys: dict  # settings of train.py
     seeds: int
     group: int  # arms of a lower group are trained first
     base: str  # arm that it is compared with
@@ -81,18 +81,16 @@ def read_config(path, args):
     for name, keys in tables.items():
         keys = dict(keys)
         seeds, group, base = (keys.pop(k, d) for k, d in (("seeds", study.seeds), ("group", 1), ("base", "standard")))
-        keys = {"residual_mode": name} | keys
-        both = common | keys
+        keys = common | {"residual_mode": name} | keys
         try:
-            flags = [f"--{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in both.items()]
-            cfg, t = load_config(flags)
+            cfg, t = configure(keys)
         except UserError as e:
             raise UserError(f"{path}, arm {name}: {str(e).removeprefix('command line: ')}") from None
-        same = {k: v for k, v in (dataclasses.asdict(cfg) | dataclasses.asdict(t)).items() if k in both and v !=
+        same = {k: v for k, v in (dataclasses.asdict(cfg) | dataclasses.asdict(t)).items() if k in keys and v !=
                 SCHEMA[k].default and k not in ("data_dir", "prepare", "out_dir", "lr", "seed", "device", "log_every")}
         settings = f"{zlib.crc32(json.dumps(same, sort_keys=True).encode()):08x}"
         router = cfg.residual_mode != "standard"
-        arms[name] = Arm(flags, args.seeds or seeds, group, base, router, settings)
+        arms[name] = Arm(keys, args.seeds or seeds, group, base, router, settings)
     for name, arm in arms.items():
         if arm.base not in arms:
             raise UserError(f"{path}: arm {name} is compared with {arm.base!r}, which is not among the arms")
@@ -130,7 +128,7 @@ def trials(study, rows, name):
 def tuned(study, arms, rows, name):
     """(lr, route_lr_mult) of an arm's runs, or None while its trials are not done."""
     if not study.trials:
-        _, t = load_config(arms[name].flags)
+        _, t = configure(arms[name].keys)
         return t.lr, t.route_lr_mult
     done = trials(study, rows, name)
     return min(done, key=done.get) if len(done) >= study.trials else None
@@ -145,7 +143,7 @@ def wanted(study, arms, rows):
         for name, arm in mine.items():
             done = trials(study, rows, name)
             if len(done) < study.trials:
-                rate = trial(arm, done, load_config(arm.flags)[1].lr)
+                rate = trial(arm, done, configure(arm.keys)[1].lr)
                 out.append(Cell(name, study.tuning_seed, study.steps[0], *rate))
         for seed in range(1, max(a.seeds for a in mine.values()) + 1):
             for steps in study.steps:

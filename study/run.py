@@ -29,10 +29,10 @@ from model import GPT
 from prepare_fineweb import Parser, UserError, lock_folder
 from study import stats
 from study.bench import Clock, kept_bytes
-from study.cell import machine, split_losses
+from study.cell import configure, machine, split_losses
 from study.plan import COLUMNS, left_to_train, read_config, read_rows, wanted, write_rows
 from study.table import compare, markdown, text_table
-from train import autocast, choose_device, choose_dtype, guard, launched, load_config, open_data, prepare_data
+from train import autocast, choose_device, choose_dtype, guard, launched, open_data, prepare_data
 
 
 def parse_args(argv):
@@ -65,7 +65,7 @@ def parse_args(argv):
 
 def seconds_per_step(arm, vocab_size):
     """Measured on one micro-batch in one thread; the optimizer's share is not in it."""
-    cfg, t = load_config(arm.flags)
+    cfg, t = configure(arm.keys)
     device = choose_device(t.device)[0]
     model = GPT(dataclasses.replace(cfg, vocab_size=vocab_size)).to(device)
     idx = torch.zeros(t.micro_batch, cfg.seq_len, dtype=torch.long, device=device)
@@ -99,14 +99,14 @@ def start(args, arms, cell, slot):
     """(process that trains a cell, the cell, its folder)"""
     folder = Path(args.runs) / cell.trunk
     folder.mkdir(parents=True, exist_ok=True)
-    flags = [*arms[cell.arm].flags, f"--seed={cell.seed}", f"--lr={cell.lr!r}", f"--route_lr_mult={cell.mult!r}"]
+    keys = arms[cell.arm].keys | dict(seed=cell.seed, lr=cell.lr, route_lr_mult=cell.mult)
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
     if torch.cuda.is_available():
         cards = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         cards = cards if cards[0] else [str(i) for i in range(torch.cuda.device_count())]
         env["CUDA_VISIBLE_DEVICES"] = cards[slot % len(cards)]
     with open(folder / "log.txt", "ab") as log:
-        return subprocess.Popen([sys.executable, "-m", "study.cell", folder, str(cell.steps), *flags],
+        return subprocess.Popen([sys.executable, "-m", "study.cell", folder, str(cell.steps), json.dumps(keys)],
                                 stdout=log, stderr=log, env=env), cell, folder
 
 
@@ -160,7 +160,7 @@ def measure_speed(args, arms, vocab_size):
     torch.set_num_threads(1)
     steps, kept, table = {}, {}, []
     for name, arm in arms.items():
-        cfg, t = load_config(arm.flags)
+        cfg, t = configure(arm.keys)
         device = choose_device(t.device)[0]
         model = GPT(dataclasses.replace(cfg, vocab_size=vocab_size)).to(device)
         idx = torch.zeros(t.micro_batch, cfg.seq_len, dtype=torch.long, device=device)
@@ -188,7 +188,7 @@ def look_at_test(args, study, arms, rows):
     for cell, row in rows.items():
         if cell.steps >= study.steps[-1] and cell.seed != study.tuning_seed:
             folder = Path(args.runs) / cell.trunk / str(cell.steps)
-            row["test"] = f"{split_losses(folder, load_config(arms[cell.arm].flags)[1], 'test')[0]:.6f}"
+            row["test"] = f"{split_losses(folder, configure(arms[cell.arm].keys)[1], 'test')[0]:.6f}"
     write_rows(Path(args.out) / "rows.csv", rows)
 
 
@@ -203,11 +203,11 @@ def read_table(path):
 def store_ngrams(args, study, arms, rows):
     """ngrams.csv: loss of n-gram counts of the same training tokens, beside which a loss means something."""
     path = Path(args.out) / "ngrams.csv"
-    known, (_, t) = read_table(path), load_config([*arms["standard"].flags, "--seed=1", "--eval_every=1"])
+    known, (_, t) = read_table(path), configure(arms["standard"].keys, seed=1, eval_every=1)
     lengths = sorted({c.steps for c in rows})
     if [*map(str, lengths)] == [*known] or not any(Path(t.data_dir).glob("*.bin")):
         return known
-    cfg, train, val, _ = open_data(load_config(arms["standard"].flags)[0], t)
+    cfg, train, val, _ = open_data(configure(arms["standard"].keys)[0], t)
     table = []
     for steps in lengths:
         tokens = steps * t.tokens_per_step
@@ -228,7 +228,7 @@ def announce(args, study, arms, rows, vocab_size, val_tokens):
     torch.set_num_threads(1)
     seconds = 0
     for name, (runs, steps) in left.items():
-        _, t = load_config(arms[name].flags)
+        _, t = configure(arms[name].keys)
         evaluation = min(t.eval_tokens, val_tokens) / t.tokens_per_step / 3  # in steps
         seconds += (steps + runs * evaluation) * seconds_per_step(arms[name], vocab_size) + runs * 10
     return print(f"{sum(runs for runs, _ in left.values())} runs of {len(left)} arms to train, {args.jobs} at a time: "
@@ -245,7 +245,7 @@ def run(args):
     lock = lock_folder(args.out, "running a study in")
     failed = ()
     if args.minutes or args.speed or args.test:
-        cfg, t = load_config(arms["standard"].flags)
+        cfg, t = configure(arms["standard"].keys)
         prepare_data(t)
         cfg, _, val, about = open_data(cfg, dataclasses.replace(t, eval_every=1))
         data = f"{about['train_crc32']:08x}"
@@ -262,7 +262,7 @@ def run(args):
     missing = [n for n in arms if n not in results]
     print(text_table(study, results, missing))
     if not study.trials:
-        print(f"Nothing was tuned: all arms have lr {load_config(arms['standard'].flags)[1].lr:g}.")
+        print(f"Nothing was tuned: all arms have lr {configure(arms['standard'].keys)[1].lr:g}.")
     for name, r in results.items():
         if d := r["diffs"].get(study.steps[-1]):
             print(stats.sentence(name, r["base"], d, r["p"]), flush=True)

@@ -17,7 +17,7 @@ from helpers import HERE, assert_close, loss_of, make, tokens
 from model import GPTConfig
 from prepare_fineweb import UserError
 from study import bench, cell, plan, run, stats, table
-from train import Tokens, load_config
+from train import Tokens
 
 
 def test_benchmark(capsys, monkeypatch):
@@ -176,13 +176,11 @@ def test_a_branch_is_the_run_of_its_budget(small, tmp_path):
     """Bit for bit: the trunk's copies end where runs of 5 and of 10 steps end that were never cut."""
     path, _ = small
     _, arms, _ = plan.read_config(path, run.parse_args([str(path)]))
-    flags = [*arms["attnres_block"].flags, "--seed=3"]
-    rows = [cell.finish(flags, tmp_path / "cell", steps) for steps in (5, 10)]
+    keys = arms["attnres_block"].keys | dict(seed=3)
+    rows = [cell.finish(keys, tmp_path / "cell", steps) for steps in (5, 10)]
     for steps, row in zip((5, 10), rows):
         straight = tmp_path / f"straight{steps}"
-        _, t = load_config([*flags, f"--out_dir={straight}", "--schedule=wsd", f"--max_steps={steps}",
-                            f"--decay_steps={steps // 5}"])
-        train.train(load_config(flags)[0], t)
+        train.train(*cell.configure(keys, out_dir=straight, schedule="wsd", max_steps=steps, decay_steps=steps // 5))
         saved, mine = (train.load_checkpoint(folder / "last.pt")["model"] for folder in (
             straight, tmp_path / "cell" / str(steps)))
         assert saved.keys() == mine.keys() and all(torch.equal(saved[k], mine[k]) for k in saved)
@@ -194,9 +192,9 @@ def test_a_branch_is_the_run_of_its_budget(small, tmp_path):
         assert sum(n for n, _ in parts) == val.total - 1
         assert sum(n * x for n, x in parts) / (val.total - 1) == pytest.approx(float(row["loss"]), abs=1e-4)
         assert row["added"] == 2 * 2 * 32 and float(row["moved"]) > 0
-    assert cell.finish(flags, tmp_path / "cell", 10)["loss"] == rows[1]["loss"]  # nothing is trained twice
+    assert cell.finish(keys, tmp_path / "cell", 10)["loss"] == rows[1]["loss"]  # nothing is trained twice
     with pytest.raises(UserError, match="is at step 8, past step 4"):
-        cell.finish(flags, tmp_path / "cell", 5) if shutil.rmtree(tmp_path / "cell/5") is None else None
+        cell.finish(keys, tmp_path / "cell", 5) if shutil.rmtree(tmp_path / "cell/5") is None else None
 
 
 def row_of(loss, arms, c, **more):
