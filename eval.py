@@ -253,6 +253,11 @@ def entropy(p, dim=0):
     return -(p * p.clamp_min(1e-30).log()).sum(dim)
 
 
+def shares(weights):
+    """What part of a read each source has (S, ...): the weights where they are a softmax; modes need not have one."""
+    return weights.abs() / weights.abs().sum(0).clamp_min(1e-30)
+
+
 def js(p, q):
     """Jensen-Shannon divergence over the first axis, in nats: 0 for equal distributions, ln 2 for disjoint ones."""
     return entropy((p + q) / 2) - (entropy(p) + entropy(q)) / 2
@@ -276,12 +281,13 @@ def measure_routing(model, rows, batch, device, dtype):
     def look(site, state):
         routes = {r: w.double() for r, w in res.depth_weights(site, state).items()}
         for route, w in routes.items():
-            add(route, weights=w.mean((1, 2, 3)), max=w.amax(0).mean(), entropy=entropy(w).mean(),
-                heads=(entropy(w.mean(-1)) - entropy(w).mean(-1)).mean())
+            p = shares(w)
+            add(route, weights=w.mean((1, 2, 3)), max=w.amax(0).mean(), entropy=entropy(p).mean(),
+                heads=(entropy(p.mean(-1)) - entropy(p).mean(-1)).mean())
         if f"{site}_v" in routes:
             nulls = [res.query[r] for r in routes]
             weights = [model_depth_weights(res, random_like(q, generator), state) for q in nulls]
-            add(str(site), roles=js(*routes.values()).mean(), roles_null=js(*weights).mean())
+            add(str(site), roles=js(*map(shares, routes.values())).mean(), roles_null=js(*weights).mean())
         if type(res) is AttnRes and res.route_heads == 1 and routes and model.cfg.n_embd % 4 == 0:
             q = res.query[str(site)]
             for name, query in (("probe", q), ("probe_null", random_like(q, generator))):
@@ -298,7 +304,7 @@ def measure_routing(model, rows, batch, device, dtype):
         n, weights = len(names), s.pop("weights")
         row = dict(site=site, route=route, place=site_name(model, site), sources=names, weights=weights.tolist(),
                    **{k: v.item() for k, v in s.items()})
-        row["entropy_share"], row["usage"] = row["entropy"] / math.log(n), math.exp(entropy(weights)) / n
+        row["entropy_share"], row["usage"] = row["entropy"] / math.log(n), math.exp(entropy(shares(weights))) / n
         out.append(row)
     return out
 

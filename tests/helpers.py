@@ -3,8 +3,6 @@ import csv
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +17,7 @@ import train
 from model import GPT, RESIDUAL_MODES, GPTConfig
 from prepare_fineweb import UserError
 
+torch.set_num_threads(1)  # small shapes: more threads only get in each other's way
 HERE = Path(__file__).resolve().parent.parent
 MODES = list(RESIDUAL_MODES)
 
@@ -33,6 +32,8 @@ VARIANTS = {m: (m, {}) for m in MODES} | {
     "mhar_delta: size 1": ("mhar_delta", dict(depth_block=1)), "dar: dynamic": ("dar", dict(dynamic_gates=True)),
     "hc: dynamic": ("hc", dict(dynamic_gates=True)), "hc: 2 streams": ("hc", dict(n_streams=2)),
     "mhc: 2 streams": ("mhc", dict(n_streams=2))}
+SHIPPED = ("standard attnres attnres_block attnres_cumulative delta delta_block mhar mhar_block mhar_delta rd dar "
+           "dar_block hc mhc").split()
 SMALL = dict(vocab_size=61, n_layer=3, n_head=4, n_kv_head=2, n_embd=32, n_ffn=48, seq_len=16)
 
 
@@ -77,14 +78,6 @@ def assert_close(a, b, tol):
             assert (a[name] - b[name]).abs().max() <= tol * scale, name
     else:
         assert (a - b).abs().max() <= tol * b.abs().max().clamp_min(1e-300)
-
-
-def run_script(script, *args, processes=1, timeout=180, **env):
-    """A real command line; with processes > 1 under torchrun."""
-    launch = [sys.executable] + (["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-                                 if processes > 1 else [])
-    return subprocess.run([*launch, str(script), *map(str, args)], capture_output=True, text=True, timeout=timeout,
-                          env={**os.environ, "OMP_NUM_THREADS": "1", **env})
 
 
 def flags(data, out, **settings):
@@ -203,12 +196,7 @@ def write_tokenizer(folder):
 TINY_RUN = dict(n_embd=16, n_ffn=16, n_head=1, seq_len=16, tokens_per_step=64, eval_tokens=100)
 
 
-def alone(command, **options):
-    """A process of one thread whose output can be read line by line."""
-    return subprocess.Popen(list(map(str, command)), text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-                            **dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT) | options)
-
-
-def ordinary(*others, slow):
-    """Values of a parameter: the ones of the ordinary run, and one that is marked slow."""
-    return [*others, pytest.param(slow, marks=pytest.mark.slow)]
+def tiers(names, *fast):
+    """Names of variants as values of a parameter: `fast` ones and own modes are run always, the rest with -m slow."""
+    return [name if name in fast or VARIANTS.get(name, SHIPPED)[0] not in SHIPPED else
+            pytest.param(name, marks=pytest.mark.slow) for name in names]

@@ -15,9 +15,10 @@ import model as model_file
 import prepare_fineweb
 import train
 from helpers import (
-    corpus, gradients, HERE, make, prepare, run_script, run_training, shard, tokens, variant, VARIANTS,
-    write_corpus, write_ranks,
+    corpus, gradients, HERE, make, prepare, run_training, shard, tokens, variant, VARIANTS, write_corpus,
+    write_ranks,
 )
+from launch import run_script
 
 
 def test_evaluation_is_exact_and_independent_of_batch_and_processes(data, tmp_path, capsys):
@@ -95,10 +96,11 @@ def test_routing_statistics(name):
     assert [r["route"] for r in found] == [r["route"] for r in direct]
     for mine, again, r in zip(found, other, direct):
         w = r["weights"]
+        p = w.abs() / w.abs().sum(0).clamp_min(1e-30)  # a softmax as it is
         assert mine["weights"] == pytest.approx(w.mean((1, 2, 3)).tolist())
         assert mine["weights"] == pytest.approx(again["weights"])
-        assert mine["max"] == pytest.approx(w.amax(0).mean().item()) and mine["max"] >= 1 / len(w)
-        assert mine["entropy"] == pytest.approx(-(w * w.log()).sum(0).mean().item())
+        assert mine["max"] == pytest.approx(w.amax(0).mean().item()) and mine["max"] > 0
+        assert mine["entropy"] == pytest.approx(-torch.special.xlogy(p, p).sum(0).mean().item())
         assert 0 <= mine["entropy_share"] <= 1 and 0 < mine["usage"] <= 1 + 1e-9
         assert (mine["heads"] > 1e-6) == (model.residual.route_heads > 1)
     if name == "rd":

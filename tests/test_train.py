@@ -9,7 +9,6 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -22,9 +21,10 @@ import eval as evaluation
 import model as model_file
 import train
 from helpers import (
-    alone, config_error, documents, flags, gradients, HERE, loss_of, make, measured, MODES, ordinary, prepare,
-    read_log, run_script, run_training, same_weights, shard, TINY_RUN, tokens, TRAIN_ONLY,
+    config_error, documents, flags, gradients, HERE, loss_of, make, measured, MODES, prepare, read_log,
+    run_training, same_weights, shard, TINY_RUN, tokens, TRAIN_ONLY,
 )
+from launch import run_script, started
 from model import GPT, KNOBS, RESIDUAL_MODES, GPTConfig
 from prepare_fineweb import UserError
 
@@ -219,8 +219,7 @@ def test_shards_of_other_projects_train_here(data, tmp_path):
 
 def test_memory_does_not_grow_with_the_data_touched(tmp_path):
     shard(tmp_path / "x_train_0.bin", np.zeros(60_000_000, "<u2"))
-    code = f"""
-import sys; sys.path.insert(0, {str(HERE)!r})
+    code = f"""import sys; sys.path.insert(0, {str(HERE)!r})
 import train
 def resident(): return int(open("/proc/self/statm", encoding="utf-8").read().split()[1]) * 4096
 t = train.Tokens({str(tmp_path)!r}, "train", 1024, 100)
@@ -229,8 +228,8 @@ before = resident()
 for step in range(20, 3000): t.at(t.order(1, step, 16))
 print(resident() - before)"""
     if sys.platform == "linux":
-        grown = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
-        assert grown < 40e6  # the shard has 120 MB, and all of it was read
+        (tmp_path / "reading.py").write_text(code, "utf-8")
+        assert int(run_script(tmp_path / "reading.py").stdout) < 40e6  # the shard has 120 MB, and all of it was read
 
 
 PAPER_SHAPES = {  # config -> the paper's vocabulary, parameters in millions (spread: what the paper leaves to guess)
@@ -308,36 +307,37 @@ def test_loss_and_data_do_not_depend_on_micro_batches(mode, data, tmp_path):
                 assert a[key] == b[key] == "" or abs(float(a[key]) - float(b[key])) < 1e-10
 
 
-def test_seeds_and_modes_share_data_and_start(data, tmp_path):
-    runs = {mode: run_training(data, tmp_path / mode, residual_mode=mode, max_steps=3) for mode in MODES}
-    for mode, rows in runs.items():
-        assert [r["crc"] for r in rows] == [r["crc"] for r in runs["standard"]]
-        if RESIDUAL_MODES[mode].exact_start:
-            assert float(rows[0]["loss"]) == pytest.approx(float(runs["standard"][0]["loss"]), abs=1e-12)
-    other = run_training(data, tmp_path / "other", seed=2, max_steps=3)
-    assert other[0]["crc"] != runs["standard"][0]["crc"] and other[0]["loss"] != runs["standard"][0]["loss"]
+@pytest.fixture(scope="session")
+def standard_rows(data, tmp_path_factory):
+    return run_training(data, tmp_path_factory.mktemp("standard"), max_steps=3)
 
 
-def test_two_processes_give_the_numbers_of_one(data, tmp_path):
-    """All modes, 20 steps: 1e-10 in fp64, 1e-5 in fp32; the same evaluation too."""
-    tolerance, runs = {"float64": 1e-10, "float32": 1e-5}, []
-    for mode in MODES:
-        for dtype in tolerance:
-            runs.append((mode, dtype, dict(residual_mode=mode, dtype=dtype, max_steps=20, eval_every=10, lr=3e-3)))
-    argvs = [flags(data, tmp_path / f"{mode}-{dtype}-2", **s) for mode, dtype, s in runs]
-    driver = tmp_path / "driver.py"
-    driver.write_text(f"import sys; sys.path.insert(0, {str(HERE)!r}); import train\n"
-                      f"for argv in {argvs!r}: train.train(*train.load_config(argv))\n"
-                      "train.dist.destroy_process_group()\n")
-    result = run_script(driver, processes=2)
-    assert result.returncode == 0, result.stderr[-3000:]
-    for mode, dtype, s in runs:
-        one, two = run_training(data, tmp_path / f"{mode}-{dtype}-1", **s), read_log(tmp_path / f"{mode}-{dtype}-2")
-        assert len(one) == len(two) == 20
-        for a, b in zip(one, two):
-            assert a["crc"] == b["crc"]
-            for key in ("loss", "val_loss", "grad_norm")[:2 if dtype == "float32" else 3]:  # norms feel rounding most
-                assert a[key] == b[key] == "" or abs(float(a[key]) - float(b[key])) < tolerance[dtype], (mode, dtype)
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_of_one_seed_share_data_and_start(mode, standard_rows, data, tmp_path):
+    rows = run_training(data, tmp_path, residual_mode=mode, max_steps=3)
+    assert [r["crc"] for r in rows] == [r["crc"] for r in standard_rows]
+    if RESIDUAL_MODES[mode].exact_start:
+        assert float(rows[0]["loss"]) == pytest.approx(float(standard_rows[0]["loss"]), abs=1e-12)
+
+
+def test_seeds_have_data_and_start_of_their_own(standard_rows, data, tmp_path):
+    other = run_training(data, tmp_path, seed=2, max_steps=3)
+    assert other[0]["crc"] != standard_rows[0]["crc"] and other[0]["loss"] != standard_rows[0]["loss"]
+
+
+@pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", MODES)
+def test_two_processes_give_the_numbers_of_one(mode, dtype, data, tmp_path):
+    """To 1e-10 in fp64, 1e-5 in fp32; the same evaluation too."""
+    steps, tolerance = {"float64": (6, 1e-10), "float32": (20, 1e-5)}[dtype]
+    settings = dict(residual_mode=mode, dtype=dtype, max_steps=steps, eval_every=steps // 2, lr=3e-3)
+    run_script(HERE / "train.py", *flags(data, tmp_path / "two", **settings), processes=2)
+    one, two = run_training(data, tmp_path / "one", **settings), read_log(tmp_path / "two")
+    assert len(one) == len(two) == steps
+    for a, b in zip(one, two):
+        assert a["crc"] == b["crc"]
+        for key in ("loss", "val_loss", "grad_norm")[:2 if dtype == "float32" else 3]:  # norms feel rounding most
+            assert a[key] == b[key] == "" or abs(float(a[key]) - float(b[key])) < tolerance
 
 
 def test_checkpoints_load_safely_and_carry_no_prefixes(data, tmp_path):
@@ -437,15 +437,11 @@ def test_a_loss_that_is_not_finite_stops_the_run(data, tmp_path, monkeypatch):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_the_run_goes_on(number, data, tmp_path):
     settings = dict(max_steps=100_000, eval_every=0, save_every=0)
-    process = subprocess.Popen([sys.executable, str(HERE / "train.py"), *flags(data, tmp_path / "a", **settings)],
-                               stdout=subprocess.PIPE, text=True)
-    for line in process.stdout:
-        if line.startswith("step:5/"):
-            process.send_signal(number)
-            break
-    rest = process.communicate(timeout=60)[0]
-    assert process.returncode == 128 + number
-    assert f"go on with: python {train.script('train.py')} {tmp_path / 'a'} --resume" in rest
+    with started(HERE / "train.py", *flags(data, tmp_path / "a", **settings)) as run:
+        run.wait(text="step:5/")
+        run.send(number)
+        assert run.wait() == 128 + number, run.said
+        assert f"go on with: python {train.script('train.py')} {tmp_path / 'a'} --resume" in run.read("out"), run.said
     step = torch.load(tmp_path / "a" / "last.pt", weights_only=True)["step"]
     rows = read_log(tmp_path / "a")
     assert step == int(rows[-1]["step"]) >= 5
@@ -729,9 +725,8 @@ def test_two_processes_clip_alike_and_stop_together(data, tmp_path):
     argvs = [flags(data, tmp_path / "runs" / name, eval_every=0, **s) for name, s in settings.items()]
     driver = tmp_path / "driver.py"
     driver.write_text(f"HERE, OUT, ARGVS = {str(HERE)!r}, {str(tmp_path)!r}, {argvs!r}\n{TWO_PROCESSES}", "utf-8")
-    result = run_script(driver, processes=2, timeout=90)
-    assert result.returncode != 0 and "rank one fails" in result.stderr, result.stderr[-3000:]
-    assert "destroy_process_group" not in result.stderr
+    result = run_script(driver, processes=2, code=1)
+    assert "rank one fails" in result.stderr and "destroy_process_group" not in result.stderr, result.stderr
     zero, one = (json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in (0, 1))
     assert zero == one and zero["stopped"] == "143" and "step 3: loss nan, gradient norm nan" in zero["spoilt"]
     for name, step in (("spoilt", 2), ("stopped", 3)):
@@ -764,30 +759,28 @@ def test_counts_of_tokens_have_64_bits(tmp_path, monkeypatch):
     assert order.max() < stream.total and len(set(order.tolist())) == 488
 
 
-@pytest.mark.parametrize("kills", ordinary(5, slow=50))
+@pytest.mark.parametrize("kills", [pytest.param(5, marks=pytest.mark.slow), pytest.param(50, marks=pytest.mark.long)])
 def test_training_killed_at_any_moment_ends_in_the_same_weights(kills, data, tmp_path):
     rng, inside = np.random.default_rng(kills), 0
     settings = TINY_RUN | dict(max_steps=24 * kills, save_every=1, eval_every=7, residual_mode="attnres",
                                resume="true")
 
     def start(out):
-        return alone([sys.executable, HERE / "train.py", *flags(data, out, **settings)])
-    whole = start(tmp_path / "whole")
-    text = whole.communicate(timeout=900)[0]
-    assert whole.returncode == 0, text
+        return started(HERE / "train.py", *flags(data, out, **settings), fresh=True)
+    with start(tmp_path / "whole") as run:
+        assert run.wait(900) == 0, run.said
     for kill in range(kills + 1):
-        process = start(tmp_path / "killed")
-        if kill < kills:
-            if kill % 5 == 2:  # while it starts
-                time.sleep(rng.uniform(0.2, 1))
-            else:  # so many steps after the start, and anywhere within the step and its saves
-                lines, wanted = 0, rng.integers(1, 12)
-                while lines < wanted and (line := process.stdout.readline()):
-                    lines += line.startswith("step:")
-                time.sleep(rng.uniform(0, 0.02))
-            process.kill()
-        text = process.communicate(timeout=900)[0]
-        assert process.returncode == (-signal.SIGKILL if kill < kills else 0), text
+        with start(tmp_path / "killed") as run:
+            if kill < kills:
+                if kill % 5 == 2:  # while it starts
+                    time.sleep(rng.uniform(0.2, 1))
+                else:  # so many steps after the start, and anywhere within the step and its saves
+                    wanted = rng.integers(1, 12)
+                    while run.code() is None and run.read("out").count("\nstep:") < wanted:
+                        time.sleep(0.001)
+                    time.sleep(rng.uniform(0, 0.02))
+                run.send(signal.SIGKILL)
+            assert run.wait(900) == (-signal.SIGKILL if kill < kills else 0), run.said
         inside += any((tmp_path / "killed").glob("*.tmp"))
         for path in (tmp_path / "killed").glob("*.pt"):
             train.load_checkpoint(path)
@@ -806,15 +799,13 @@ def test_a_disk_that_fills_up_keeps_the_last_checkpoint_and_says_so(what, data, 
     """The limit on the size of a file falls on a running process, to half a checkpoint or just above the log."""
     import resource
     out, settings = tmp_path / "a", TINY_RUN | dict(max_steps=400, eval_every=0, save_every=5)
-    process = alone([sys.executable, HERE / "train.py", *flags(data, out, **settings)], stderr=subprocess.PIPE)
-    for line in process.stdout:
-        if line.startswith("step:7/"):
-            size = (out / what).stat().st_size
-            size = size // 2 if what == "last.pt" else size + 150
-            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size, size))
-            break
-    error = process.communicate(timeout=60)[1]
-    assert process.returncode == 1 and re.fullmatch(f"train.py: cannot write {out / what} .*File too large.*\n", error)
+    with started(HERE / "train.py", *flags(data, out, **settings), out=os.devnull) as run:
+        run.wait(text="\n7,", where=out / "log.csv")
+        size = (out / what).stat().st_size
+        size = size // 2 if what == "last.pt" else size + 150
+        resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (size, size))
+        assert run.wait() == 1, run.said
+        assert re.fullmatch(f"train.py: cannot write {out / what} .*File too large.*\n", run.read("err")), run.said
     assert train.load_checkpoint(out / "last.pt")["step"] >= 5 and not list(out.glob("*.tmp"))
     step = train.load_checkpoint(out / "last.pt")["step"]
     rows = run_training(data, out, **settings | dict(max_steps=step + 2, resume="true"))
@@ -848,13 +839,14 @@ def test_folders_may_have_any_name_and_data_may_be_read_only(data, tmp_path, cap
     source.chmod(0o755)
 
 
-@pytest.mark.parametrize("options", ordinary([], slow=["-O"]))  # slow: all of PyTorch is compiled anew for python -O
+@pytest.mark.parametrize("options", [  # all of PyTorch is compiled anew for python -O
+    [], pytest.param(["-O"], marks=pytest.mark.long)], ids=["plain", "optimized"])
 def test_two_runs_at_a_time_do_not_disturb_each_other(options, data, tmp_path):
-    processes = [alone([sys.executable, *more, HERE / "train.py", *flags(data, tmp_path / name, dtype="float32")])
-                 for name, more in (("a", []), ("b", options))]
-    for process in processes:
-        text = process.communicate(timeout=120)[0]
-        assert process.returncode == 0, text
+    with contextlib.ExitStack() as stack:
+        runs = [stack.enter_context(started(*more, HERE / "train.py", *flags(data, tmp_path / name, dtype="float32"),
+                                            fresh=bool(options))) for name, more in (("a", []), ("b", options))]
+        for run in runs:
+            assert run.wait() == 0, run.said
     assert same_weights(tmp_path / "a/last.pt", tmp_path / "b/last.pt")
     assert measured(read_log(tmp_path / "a")) == measured(read_log(tmp_path / "b"))
 
@@ -874,7 +866,7 @@ def test_what_is_missing_is_said_and_the_rest_works(lacking, data, tmp_path):
                       f"eval.main([{str(tmp_path / 'run')!r}, '--prompt=a', '--tokens=3'])\n"
                       f"train.main([*{argv!r}, '--route_impl=fused', {f'--out_dir={tmp_path}/fused'!r}])\n", "utf-8")
     cache = tmp_path / "cache"  # a graph that was compiled earlier needs no compiler
-    result = run_script(driver, TORCHINDUCTOR_CACHE_DIR=str(cache), **place if block else {})
+    result = run_script(driver, code=None, fresh=True, TORCHINDUCTOR_CACHE_DIR=str(cache), **place if block else {})
     assert "step:2/2" in result.stdout and ", perplexity " in result.stdout, result.stderr
     if block:
         assert result.returncode == 0 and "done: 2 steps" in result.stdout.splitlines()[-1]
@@ -910,9 +902,7 @@ def dying(self, seed, step, size):
 train.Tokens.order = dying
 train.main({argv!r})
 """, "utf-8")
-    start = time.monotonic()
-    result = run_script(driver, processes=2, timeout=120)
-    assert result.returncode != 0 and time.monotonic() - start < 60
+    result = run_script(driver, processes=2, code=1, fresh=True)  # and does not wait for ever
     assert "device: cpu" in result.stdout and "step:12/" in result.stdout
     assert "train.py: another process of this run has stopped, so this one stops too" in result.stderr
     assert train.load_checkpoint(tmp_path / "a/last.pt")["step"] == 10
@@ -928,12 +918,11 @@ def test_a_seed_gives_one_run_and_evaluation_does_not_depend_on_the_batch(mode, 
     assert {count for _, count in losses} == {3001} and max(losses)[0] - min(losses)[0] < 1e-6
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_long_runs_keep_their_memory_and_their_speed(data, tmp_path, steps=2000):
     settings = dict(residual_mode="attnres", dtype="float32", n_layer=4, n_embd=64, n_ffn=128, max_steps=steps,
                     eval_every=100, save_every=100)
-    result = run_script(HERE / "train.py", *flags(data, tmp_path / "a", **settings), timeout=3600)
-    assert result.returncode == 0, result.stderr
+    run_script(HERE / "train.py", *flags(data, tmp_path / "a", **settings), limit=3600)
     rows = read_log(tmp_path / "a")
     memory, ms = ([float(r[name]) for r in rows] for name in ("mem_mb", "ms"))
     assert memory[-1] < 1.05 * memory[steps // 10 - 1]  # mem_mb is the peak so far
