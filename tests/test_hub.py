@@ -16,7 +16,8 @@ import torch
 import eval as evaluation
 import hub
 import train
-from helpers import flags, HERE, make, read_log, run_script, run_training, same_weights
+from helpers import flags, HERE, make, read_log, run_training, same_weights
+from launch import run_script
 from model import RESIDUAL_MODES, GPTConfig
 from prepare_fineweb import UserError
 
@@ -612,14 +613,13 @@ def test_tasks_on_the_command_line_are_equal_for_one_two_and_three_processes(dat
     run_training(data, tmp_path / "run", dtype="float32", max_steps=2)
     folder, found = local_tasks(tmp_path / "tasks"), []
     for processes in (1, 2, 3):
-        result = run_script(HERE / "eval.py", tmp_path / "run", "--tasks=local_choice,local_roll", "--device=cpu",
-                            f"--task_dir={folder}", processes=processes, timeout=500)
-        assert result.returncode == 0, result.stderr[-2000:]
+        run_script(HERE / "eval.py", tmp_path / "run", "--tasks=local_choice,local_roll", "--device=cpu",
+                   f"--task_dir={folder}", processes=processes, fresh=True)
         found.append([(tmp_path / "run" / name).read_bytes() for name in (
             "tasks.json", "tasks/local_choice.jsonl", "tasks/local_roll.jsonl")])
     assert found[0] == found[1] == found[2] and b'"acc_norm"' in found[0][0]
     missing = run_script(HERE / "eval.py", tmp_path / "run", "--tasks=local_choise", "--device=cpu",
-                         f"--task_dir={folder}")
+                         f"--task_dir={folder}", code=1)
     assert "lm-eval has no task local_choise, did you mean local_choice?" in missing.stderr.splitlines()[-1]
 
 
@@ -636,7 +636,7 @@ peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 before = peak()
 model = train.build_from(hub.load({str(tmp_path / "hf")!r}), "hf")
 print((peak() - before) / sum(4 * p.numel() for p in model.parameters()))"""
-    result = run_script("-c", code, PYTHONPATH=str(HERE))
+    result = run_script("-c", code, fresh=True, PYTHONPATH=str(HERE))
     assert 0.9 < float(result.stdout) < 1.1, result.stderr
 
 
