@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -203,6 +204,49 @@ def exact_linear(x, weight):
     """F.linear in at least fp32, also under autocast: for gates and connections."""
     with torch.autocast(x.device.type, enabled=False):
         return F.linear(x.to(weight.dtype), weight)
+
+
+def chunk_loss(x, weight, targets, scale, dw):
+    """Rows x (n, D), targets (n,) of `HeadLoss` -> scale * sum of their losses, and their gradients: dx, added to dw.
+    Without dw (V, D) no gradients."""
+    z, at, valid = (x @ weight.t()).to(scale.dtype).log_softmax(-1), targets.clamp(min=0)[:, None], targets[:, None] >= 0
+    loss = (z.gather(1, at) * valid).sum() * -scale
+    if dw is None:
+        return loss, None
+    dz = z.exp_().scatter_add_(1, at, torch.full_like(at, -1, dtype=z.dtype)).mul_(valid * scale).to(x.dtype)
+    if dw.dtype == x.dtype:
+        dw.addmm_(dz.t(), x)
+    else:
+        dw.add_(dz.t() @ x)
+    return loss, dz @ weight
+
+
+class HeadLoss(torch.autograd.Function):
+    """Mean cross-entropy of logits x @ weight.T that never exist as a whole: (N, D), (V, D), (N,) -> a number.
+
+    Rows are taken in chunks, of which each has its gradients made at once (as in Liger, arXiv 2410.10989): nothing is
+    computed twice. Products are in the precision of x; logits, losses and sums over chunks are in at least fp32.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, chunk, gradients):
+        n = min(8, 1 + x.shape[0] * weight.shape[0] // 2**24)  # logits of 64 MB in fp32 are not worth a cut
+        scale = 1 / (targets >= 0).sum().to(at_least_fp32(x.dtype))
+        dw = torch.zeros_like(weight, dtype=scale.dtype) if gradients else None
+        weight, loss, dx = weight.to(x.dtype), 0.0, []
+        for rows in zip(x.chunk(n), targets.chunk(n)):
+            part = chunk(rows[0], weight, rows[1], scale, dw)
+            loss = loss + part[0]
+            dx.append(part[1])
+        if gradients:
+            ctx.save_for_backward(torch.cat(dx), dw)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d):
+        dx, dw = ctx.saved_tensors
+        return dx * d, dw.mul_(d), None, None, None  # in place: there is no larger matrix
 
 
 def span(first, last):
@@ -814,6 +858,7 @@ class GPT(nn.Module):
         if not cfg.tie_embeddings:
             self.head = nn.Linear(cfg.n_embd, cfg.vocab_size, bias=False)
         self.residual = RESIDUAL_MODES[cfg.residual_mode].cls(cfg)
+        self.chunk_loss = chunk_loss  # or its compiled form
         fused, why = self.fused()
         require(fused or cfg.route_impl != "fused", f"route_impl=fused: {why}; use auto or reference")
         if not fused and cfg.route_impl == "auto" and getattr(self.residual, "fused", None):  # it or its parent has one
@@ -840,11 +885,10 @@ class GPT(nn.Module):
         self.residual.init_weights()
 
     def forward(self, idx, targets=None, cache=None):
-        """Token ids (B, T) -> logits (B, T, V) in at least fp32, and the mean loss in nats where targets are not -1."""
-        logits = self.logits(self.trunk(idx, cache))
-        if targets is None:
-            return logits, None
-        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+        """Token ids (B, T) -> (logits (B, T, V) in at least fp32, None); with targets (B, T) (None, their mean loss in
+        nats where they are not -1), without ever making the logits as a whole."""
+        h = self.trunk(idx, cache)
+        return (self.logits(h), None) if targets is None else (None, self.loss(h.flatten(0, 1), targets.flatten()))
 
     def trunk(self, idx, cache=None, look=lambda site, state: None):
         """Token ids (B, T) -> normalised input of the head (B, T, D); `look` is shown the state before each read."""
@@ -890,9 +934,17 @@ class GPT(nn.Module):
 
     def logits(self, h):
         """Head: (..., D) -> (..., V), in at least fp32."""
-        matrix = self.embed.weight if self.cfg.tie_embeddings else self.head.weight
-        y = scaled_linear(h, self.gain, matrix)
+        y = scaled_linear(h, self.gain, self.head_matrix())
         return y.to(at_least_fp32(y.dtype))
+
+    def loss(self, h, targets):
+        """Mean loss in nats of the head on rows h (N, D) with targets (N,), those of -1 not counted."""
+        x = (h * self.gain).to(self.compute_dtype())
+        with torch.autocast(h.device.type, enabled=False):
+            return HeadLoss.apply(x, self.head_matrix(), targets, self.chunk_loss, torch.is_grad_enabled())
+
+    def head_matrix(self):
+        return self.embed.weight if self.cfg.tie_embeddings else self.head.weight
 
     @torch.no_grad()
     def depth_weights(self, idx):
@@ -921,7 +973,7 @@ class GPT(nn.Module):
         for _ in range(n):
             if cache is None or cache.length + new.shape[1] > limit:
                 new = idx[:, -limit:] if cache is None else idx[:, -max(1, limit // 2):]
-                cache = KVCache(self.cfg, len(idx), size, idx.device, self.kv_dtype())
+                cache = KVCache(self.cfg, len(idx), size, idx.device, self.compute_dtype())
             logits = self.logits(self.trunk(new, cache)[:, -1])
             if n_vocab:
                 logits[:, n_vocab:] = -math.inf
@@ -937,7 +989,7 @@ class GPT(nn.Module):
                 break
         return idx
 
-    def kv_dtype(self):
+    def compute_dtype(self):
         device = self.embed.weight.device.type
         return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.embed.weight.dtype
 

@@ -183,8 +183,8 @@ def test_standard_is_as_fast_as_a_plain_transformer():
 @pytest.mark.parametrize("changes", [{}, dict(qk_norm=False, tie_embeddings=False, head_dim=6, n_kv_head=1)])
 def test_shapes_and_start(mode, changes):
     model, idx = make(mode, randomise=False, dtype=torch.float32, **changes), tokens()
-    logits, loss = model(idx[:, :-1], idx[:, 1:])
-    assert logits.shape == (2, 16, 61) and logits.dtype == torch.float32
+    (logits, loss), (none, loss) = model(idx[:, :-1]), model(idx[:, :-1], idx[:, 1:])
+    assert none is None and logits.shape == (2, 16, 61) and logits.dtype == torch.float32
     assert abs(loss.item() - math.log(61)) < 0.3
     assert model(idx)[1] is None
     ignored = idx[:, 1:].clone()
