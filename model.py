@@ -209,7 +209,8 @@ def exact_linear(x, weight):
 def chunk_loss(x, weight, targets, scale, dw):
     """Rows x (n, D), targets (n,) of `HeadLoss` -> scale * sum of their losses, and their gradients: dx, added to dw.
     Without dw (V, D) no gradients."""
-    z, at, valid = (x @ weight.t()).to(scale.dtype).log_softmax(-1), targets.clamp(min=0)[:, None], targets[:, None] >= 0
+    z = (x @ weight.t()).to(scale.dtype).log_softmax(-1)
+    at, valid = targets.clamp(min=0)[:, None], targets[:, None] >= 0
     loss = (z.gather(1, at) * valid).sum() * -scale
     if dw is None:
         return loss, None

@@ -519,11 +519,12 @@ def compile_model(model, mode, device, say):
         say(f"warning: torch.compile does not work here, going on without ({str(e).strip().splitlines()[0][:120]})")
         torch._dynamo.reset()
         return "off, no working compiler"
+    model.chunk_loss = torch.compile(model.chunk_loss, dynamic=False)  # head and loss, in every mode alike
     if model.cfg.route_impl != "reference" and model.fused()[0]:  # the bank is written in place, which no graph likes
         for sublayer in model.sublayers:
             sublayer.compile(dynamic=False)
-        return "on, the sublayers"
-    model.compile(dynamic=False)
+        return "on, sublayers and head"
+    model.trunk = torch.compile(model.trunk, dynamic=False)
     return "on"
 
 

@@ -1,9 +1,14 @@
 """train.py beyond one GPU: optimizers, the loss of large vocabularies, processes, estimates."""
+import weakref
+
 import pytest
 import torch
-from helpers import loss_of, make, measured, run_training, same_weights, tokens
+import torch.nn.functional as F
+from helpers import assert_close, gradients, loss_of, make, measured, run_training, same_weights, tokens
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
+from model import GPT, GPTConfig
 from prepare_fineweb import UserError
 
 
@@ -54,3 +59,77 @@ def test_without_muon_one_line_says_what_to_do(monkeypatch):
     monkeypatch.delattr(torch.optim, "Muon")
     with pytest.raises(UserError, match="optimizer=muon needs PyTorch 2.9 .* optimizer=adamw"):
         train.load_config(["--optimizer=muon"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The head and its loss
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of the tensors made inside that are alive, and their peak."""
+
+    def __init__(self):
+        super().__init__()
+        self.known, self.now, self.peak = weakref.WeakSet(), 0, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **kwargs or {})
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(x, torch.Tensor) and x.untyped_storage() not in self.known:
+                storage = x.untyped_storage()
+                self.known.add(storage)
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self.free, storage.nbytes())
+        return out
+
+    def free(self, n):
+        self.now -= n
+
+
+@pytest.mark.parametrize("dtype, tol", [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_loss_in_chunks_is_cross_entropy(dtype, tol, tied):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=50_304, n_layer=1, n_head=1, n_embd=8, seq_len=32, tie_embeddings=tied)).to(dtype)
+    with torch.no_grad():
+        model.gain.add_(torch.randn_like(model.gain))
+    idx = tokens(25, 32, vocab=50_304)  # 800 rows, three chunks
+    idx[3:6, 7:] = -1
+    x, y = idx[:, :-1].clamp(min=0), idx[:, 1:]
+    found = {}
+    for name, loss_of in (("ours", lambda: model(x, y)[1]),
+                          ("plain", lambda: F.cross_entropy(model(x)[0].flatten(0, 1), y.flatten(), ignore_index=-1))):
+        model.zero_grad()
+        loss = loss_of()
+        (loss / 3).backward()
+        found[name] = loss.detach(), {n: p.grad for n, p in model.named_parameters()}
+    with torch.no_grad():
+        assert_close(model(x, y)[1], found["plain"][0], tol)
+    assert_close(found["ours"][0], found["plain"][0], tol)
+    assert_close(found["ours"][1], found["plain"][1], tol)
+
+
+def test_logits_never_exist_as_a_whole():
+    model, h, rows = make("standard", dtype=torch.float32, vocab_size=50_304), torch.randn(2048, 32), 2048
+    y = torch.randint(50_304, (rows,))
+    for train_it, most in ((True, 0.7), (False, 0.5)):
+        with Live() as live, torch.set_grad_enabled(train_it):
+            loss = model.loss(h, y)
+            if train_it:
+                loss.backward()
+        assert live.peak < most * 4 * rows * 50_304
+    with pytest.raises(RuntimeError):
+        loss.backward()
+
+
+def test_head_and_loss_are_compiled_in_every_mode(monkeypatch):
+    for mode in ("standard", "rd"):
+        model, seen, idx = make(mode), [], tokens()
+        loss, grads = gradients(model, idx)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "compile", lambda function, seen=seen, **_: seen.append(function) or function)
+            patch.setattr(torch.nn.Module, "compile", lambda self, **_: None)
+            train.compile_model(model, "on", torch.device("cpu"), print)
+        assert model.chunk_loss in seen
+        assert_close(gradients(model, idx)[1], grads, 1e-12)
