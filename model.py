@@ -206,6 +206,9 @@ def exact_linear(x, weight):
         return F.linear(x.to(weight.dtype), weight)
 
 
+CHUNK = 2**24  # logits, 64 MB in fp32: fewer are not worth a cut
+
+
 def chunk_loss(x, weight, targets, scale, dw):
     """Rows x (n, D), targets (n,) of `HeadLoss` -> scale * sum of their losses, and their gradients: dx, added to dw.
     Without dw (V, D) no gradients."""
@@ -228,11 +231,10 @@ class HeadLoss(torch.autograd.Function):
     Rows are taken in chunks, of which each has its gradients made at once (as in Liger, arXiv 2410.10989): nothing is
     computed twice. Products are in the precision of x; logits, losses and sums over chunks are in at least fp32.
     """
-    limit = 2**24  # logits, 64 MB in fp32: fewer are not worth a cut
 
     @staticmethod
     def forward(ctx, x, weight, targets, chunk, gradients):
-        n = min(8, 1 + x.shape[0] * weight.shape[0] // HeadLoss.limit)
+        n = min(8, 1 + x.shape[0] * weight.shape[0] // CHUNK)
         scale = 1 / (targets >= 0).sum().to(at_least_fp32(x.dtype))
         dw = torch.zeros_like(weight, dtype=scale.dtype) if gradients else None
         weight, loss, dx = weight.to(x.dtype), 0.0, []

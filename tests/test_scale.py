@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from helpers import assert_close, gradients, loss_of, make, measured, run_training, same_weights, tokens
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import model as model_file
 import train
-from model import HeadLoss
 from prepare_fineweb import UserError
 
 
@@ -90,7 +90,7 @@ class Live(TorchDispatchMode):
 @pytest.mark.parametrize("dtype, tol", [(torch.float64, 1e-12), (torch.float32, 1e-6)])
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_loss_in_chunks_is_cross_entropy(dtype, tol, tied, monkeypatch):
-    monkeypatch.setattr(HeadLoss, "limit", 2**16)  # three chunks
+    monkeypatch.setattr(model_file, "CHUNK", 2**16)  # three chunks
     model = make("standard", dtype=dtype, vocab_size=1000, tie_embeddings=tied)
     h, y, found = torch.randn(150, 32, dtype=dtype, requires_grad=True), tokens(1, 149, vocab=1000)[0], []
     y[90:110] = -1
@@ -106,7 +106,7 @@ def test_the_loss_in_chunks_is_cross_entropy(dtype, tol, tied, monkeypatch):
 
 
 def test_logits_never_exist_as_a_whole(monkeypatch):
-    monkeypatch.setattr(HeadLoss, "limit", 2**16)
+    monkeypatch.setattr(model_file, "CHUNK", 2**16)
     model, h, y = make("standard", dtype=torch.float32, vocab_size=1000), torch.randn(2048, 32), tokens(1, 2047)[0]
     for gradients_too, most in ((True, 0.7), (False, 0.5)):
         with Live() as live, torch.set_grad_enabled(gradients_too):
