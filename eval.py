@@ -528,7 +528,7 @@ def ngram_losses(train, split, starts, n):
         c, pair = here[known], lookup(pairs, (here * V + text[first:])[known])
         count, shorter = np.where(pair < 0, 0, counts[pair]), p[first - 1:][known]
         p[first - 1:][known] = (count + kinds[c] * shorter) / (total[c] + kinds[c])
-        out.append(-np.log(p).mean())
+        out.append(float(-np.log(p).mean()))
     return out
 
 

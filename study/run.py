@@ -15,6 +15,7 @@ import csv
 import dataclasses
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -112,13 +113,15 @@ def start(args, arms, cell, slot):
 
 def train_all(args, study, arms, rows, data):
     """Train what is wanted until args.minutes are over; rows are stored one by one."""
-    end, running, failed, told = time.monotonic() + 60 * args.minutes, {}, set(), time.monotonic()
+    end, told, running, failed, free = time.monotonic() + 60 * args.minutes, time.monotonic(), {}, set(), None
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # which stops as Ctrl-C does
     try:
         while True:
             for slot, (job, cell, folder) in list(running.items()):
                 if job.poll() is None:
                     continue
                 del running[slot]
+                free = None
                 if job.returncode:
                     failed.add(cell.trunk)
                     why = (folder / "log.txt").read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
@@ -129,12 +132,12 @@ def train_all(args, study, arms, rows, data):
                     data=data, settings=arms[cell.arm].settings)
                 write_rows(Path(args.out) / "rows.csv", rows)
                 print(f"done: {cell.trunk}, {cell.steps} steps, loss {float(row['loss']):.4f}", flush=True)
-            busy = {cell.trunk for _, cell, _ in running.values()} | failed
-            free = [c for c in wanted(study, arms, rows) if c.trunk not in busy]
-            for slot in set(range(args.jobs)) - set(running):
-                if free and time.monotonic() < end:
-                    cell = free.pop(0)
-                    running[slot] = start(args, arms, cell, slot)
+            if free is None:  # a row or a failure changes what is wanted
+                busy = {cell.trunk for _, cell, _ in running.values()} | failed
+                free = [c for c in wanted(study, arms, rows) if c.trunk not in busy]
+                for slot in set(range(args.jobs)) - set(running):
+                    if free and time.monotonic() < end:
+                        running[slot] = start(args, arms, free.pop(0), slot)
             if not running:
                 return failed
             if time.monotonic() - told > 60:
@@ -142,11 +145,14 @@ def train_all(args, study, arms, rows, data):
                 for _, cell, folder in running.values():
                     print(f"  {cell.trunk}: {progress(folder, cell)}", flush=True)
             time.sleep(0.2)
+    except KeyboardInterrupt:
+        raise UserError("stopped, all is saved: the same command goes on") from None
     finally:
-        for job, _, _ in running.values():  # what is cut short saves, and the next start goes on from there
+        for job, _, _ in running.values():  # what is cut short saves
             job.terminate()
         for job, _, _ in running.values():
             job.wait()
+        signal.signal(signal.SIGTERM, before)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
