@@ -4,6 +4,7 @@
     python eval.py runs/tiny-standard-seed1 --split=test --json       the same on test, for programs
     python eval.py runs/tiny-standard-seed1 --prompt="def main("      sample
     python eval.py runs/tiny-attnres-seed1 --routing                  where each site reads: tables and figures
+    python eval.py configs/tiny.toml --scales                         sizes of embedding, outputs, stream at the start
     torchrun --standalone --nproc_per_node=8 eval.py runs/...         on several processes: the same numbers
     python eval.py runs/tiny-standard-seed1 --export=folder           weights that transformers loads
     python eval.py runs/tiny-standard-seed1 --tasks=hellaswag,piqa    benchmarks of lm-eval
@@ -18,6 +19,7 @@ import argparse
 import json
 import math
 import sys
+from dataclasses import asdict, replace
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,10 +28,10 @@ import numpy as np
 import torch
 
 import hub
-from model import AttnRes, depth_logits, span
+from model import GPT, AttnRes, depth_logits, span
 from prepare_fineweb import Parser, UserError, get_encoding
-from train import (Tokens, autocast, build_from, choose_device, choose_dtype, evaluate, guard, load_source, read_meta,
-                   start_processes)
+from train import (Tokens, autocast, build_from, choose_device, choose_dtype, evaluate, guard, load_config,
+                   load_source, read_meta, start_processes)
 
 
 def parse_args(argv):
@@ -43,7 +45,9 @@ def parse_args(argv):
     p.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float64"))
     p.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     p.add_argument("--routing", action="store_true", help="report the routing weights instead of the loss")
-    p.add_argument("--windows", type=int, help="windows of seq_len tokens that --routing looks at (default 32)")
+    p.add_argument("--scales", action="store_true", help="report the sizes of embedding, sublayer outputs and stream; "
+                   "the run may be a configuration: its model before training")
+    p.add_argument("--windows", type=int, help="windows of seq_len tokens for --routing and --scales (default 32)")
     p.add_argument("--figures", help="folder for the figures of --routing (default: routing/ in the run folder)")
     p.add_argument("--ngram", type=int, help="print the losses of 1- to n-gram counts of its training tokens instead")
     p.add_argument("--prompt", help="write a continuation of this text instead of evaluating")
@@ -62,20 +66,22 @@ def parse_args(argv):
     args = p.parse_args(argv)
     # which flags belong to which of the tasks, with their defaults
     tasks = {"without --prompt": {"batch": 8, "seq_len": 0}, "without --prompt and --tasks": {"split": "val"},
-             "with --routing": {"windows": 32, "figures": ""}, "with --export": {"form": ""},
+             "with --routing or --scales": {"windows": 32}, "with --routing": {"figures": ""},
+             "with --export": {"form": ""},
              "with --tasks": {"limit": 0, "shots": None, "task_dir": ""},
              "with --prompt": {"tokens": 200, "samples": 1, "temperature": 0.8, "top_k": 0, "seed": 1}}
     from_zero = "temperature", "top_k", "seed", "shots"
-    given = [name for name in ("compare", "export", "ngram", "prompt", "tasks", "routing") if getattr(args, name)
-             not in (None, False)]
+    given = [name for name in ("compare", "export", "ngram", "prompt", "tasks", "routing", "scales")
+             if getattr(args, name) not in (None, False)]
     if len(given) > 1:
         p.error(f"--{given[1]} has no effect with --{given[0]}")
     if (args.run is None) != (given == ["compare"]):
         p.error("--compare takes two runs and no other" if args.run else "which run? give its folder")
     if args.ngram is not None and not 1 <= args.ngram <= 10:
         p.error(f"--ngram={args.ngram}: must be 1 to 10")
-    on_split = given in ([], ["ngram"], ["routing"])
+    on_split = given in ([], ["ngram"], ["routing"], ["scales"])
     active = [f"with --{name}" for name in given] + ["without --prompt and --tasks"] * on_split
+    active += ["with --routing or --scales"] * (given in (["routing"], ["scales"]))
     active += ["without --prompt"] * (on_split or given == ["tasks"])
     for task, flags in tasks.items():
         for name, default in flags.items():
@@ -90,7 +96,9 @@ def parse_args(argv):
 
 
 def load_model(run, device, dtype):
-    """(model in eval mode, checkpoint, its path) of a run, a Hugging Face folder or a Hub id."""
+    """(model in eval mode, checkpoint, its path) of a run, a Hugging Face folder, a Hub id or a configuration."""
+    if run.endswith(".toml"):
+        return start_of(run, device, dtype)
     saved, path = load_source(run)
     model = build_from(saved, path).to(device, torch.float64 if dtype == torch.float64 else None)
     return model.eval(), saved, path
@@ -231,6 +239,8 @@ def run(args):
         return report_routing(args, model, saved, device, dtype)
     if args.ngram:
         return report_ngrams(args, model, saved)
+    if args.scales:
+        return report_scales(args, model, saved, device, dtype)
     result = measure(args, model, saved, device, dtype, rank, world)
     if rank == 0 and args.json:
         print(json.dumps(result))
@@ -242,6 +252,61 @@ def run(args):
 
 def main(argv=None):
     guard("eval.py", lambda: run(parse_args(sys.argv[1:] if argv is None else argv)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Scales: how large what the stream is made of
+
+
+def start_of(path, device, dtype):
+    """What load_model returns, for a configuration before its first step."""
+    cfg, t = load_config([path])
+    meta = read_meta(t.data_dir)
+    if not meta:
+        raise UserError(f"{path}: {t.data_dir} has no data yet: prepare it, for instance with python train.py {path}")
+    model = GPT(replace(cfg, vocab_size=cfg.vocab_size or meta["vocab_size"]))
+    model.init_weights(t.seed)
+    saved = dict(step=0, cfg=model.cfg, config=asdict(model.cfg) | asdict(t), data={})
+    return model.to(device, torch.float64 if dtype == torch.float64 else None).eval(), saved, path
+
+
+@torch.no_grad()
+def scales(model, idx):
+    """Sizes (rms) on tokens idx (B, T): embedding; [(sublayer, its output, the standard stream e + sum of outputs)];
+    and the cosine between what the head reads and the embedding. A drowned embedding is one that the last has lost."""
+    outputs, e = [], model.embed(idx).double()
+    hooks = [s.register_forward_hook(lambda _, __, y: outputs.append(y.double())) for s in model.sublayers]
+    try:
+        h = model.trunk(idx).double()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    x, found = e, []
+    for site, y in enumerate(outputs):
+        x = x + y
+        found.append((span(site, site), rms(y), rms(x)))
+    return rms(e), found, torch.cosine_similarity(h, e, dim=-1).mean().item()
+
+
+def rms(x):
+    return x.square().mean().sqrt().item()
+
+
+def report_scales(args, model, saved, device, dtype):
+    data, _ = open_split(args, model, saved)
+    rows = torch.from_numpy(data.rows(range(min(args.windows, data.windows)))).to(device)
+    with autocast(device, dtype):
+        embedding, found, cosine = scales(model, rows[:, :-1])
+    if args.json:
+        return print(json.dumps(dict(
+            run=args.run, mode=model.cfg.residual_mode, init=model.cfg.init, step=saved["step"], embedding=embedding,
+            sublayers=found, cosine=cosine)))
+    print(f"{args.run} ({model.cfg.residual_mode}, init {model.cfg.init}, step {saved['step']}), rms over "
+          f"{rows[:, 1:].numel():,} tokens\n\n{'':10} {'output':>9} {'stream':>9}")
+    print(f"{'embedding':10} {'':9} {embedding:9.4f}")
+    for name, output, stream in found:
+        print(f"{name:10} {output:9.4f} {stream:9.4f}")
+    return print(f"\ncosine between what the head reads and the embedding: {cosine:.3f}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

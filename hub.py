@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from model import GPT, KNOBS, RESIDUAL_MODES, GPTConfig
+from model import GPT, RESIDUAL_MODES, GPTConfig, all_knobs
 from prepare_fineweb import UserError, first_line
 
 FAMILIES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
@@ -258,7 +258,7 @@ def describe(cfg, dtype):
 
 
 def same_residual(a, b):
-    return a.residual_mode == b.residual_mode and all(a.knob(k) == b.knob(k) for k in KNOBS)
+    return a.residual_mode == b.residual_mode and all(a.knob(k) == b.knob(k) for k in all_knobs())
 
 
 def make_residual(cfg):

@@ -28,6 +28,7 @@ k: number of a source among those of its site. A plane is one (M, D) tensor of a
 """
 from __future__ import annotations  # kernels are defined also where there is no Triton
 
+import dataclasses
 import functools
 import math
 import warnings
@@ -36,7 +37,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from model import at_least_fp32, mean_of_squares
+from model import (RESIDUAL_MODES, AttnRes, Delta, DeltaBlock, Dual, GPTConfig, RoleDecoupled, at_least_fp32,
+                   mean_of_squares)
 
 try:
     import triton
@@ -728,7 +730,8 @@ class Chain:
         return self.mix(self.route, t, (None, None, self.scaled_eps(t)))
 
     def scaled_eps(self, t):
-        return self.eps * self.residual.scale(self.columns(t)) ** 2  # see AttnRes.normalise
+        """AttnRes.read is S times what is mixed here; the norm behind it then sees an eps smaller by S^2."""
+        return self.eps / self.columns(t) ** 2
 
     def mix(self, route, t, final):
         """All reads of site t, in two phases where sites come in chunks: begin .. begin + chunk - 1."""
@@ -833,6 +836,9 @@ class DeltaChain(Chain):
 
     def first_reader(self, t):
         return t + self.lag if t else 0
+
+    def scaled_eps(self, t):
+        return self.eps * (1 + 1 / self.columns(t)) ** 2  # Delta.add divides by this factor
 
     def allocate(self, e, params):
         self.bank, self.stream = self.banks = new_bank(self.n_closed, e), new_bank(self.T + 1, e)
@@ -941,17 +947,59 @@ class DualChain(Chain):
         return found
 
 
-CHAINS = {cls.__name__: cls for cls in (Chain, DeltaChain, DualChain)}
+# By the very class: a subclass may compute something else, so that it has a fused form only if it gets a row here.
+FUSED = {AttnRes: Chain, RoleDecoupled: Chain, Delta: DeltaChain, DeltaBlock: DeltaChain, Dual: DualChain}
 
 
-def chain_for(residual):
-    """(a function that makes the chain of one forward pass, None), or (None, why there is none)."""
-    if residual.width % 16:
-        return None, f"n_embd={residual.width} is not a multiple of 16"
+def fused_form(residual):
+    """(a function that makes the chain of one forward pass from a residual, None), or (None, why there is none)."""
+    cls = type(residual)
+    if cls not in FUSED:
+        return None, f"{cls.__name__} has no fused form"
+    if residual.cfg.n_embd % 16:
+        return None, f"n_embd={residual.cfg.n_embd} is not a multiple of 16"
     if getattr(residual, "control", "none") not in ("none", "tied"):
         return None, f"rd_control={residual.control} has no fused form"
     if hasattr(residual, "sep_v"):
         return None, "dar_routing=sep_v has no fused form"
     if hasattr(residual, "u"):
         return None, "dynamic_gates has no fused form"
-    return CHAINS[type(residual).fused], None
+    traced = type(torch.empty(0)) is not torch.Tensor  # shapes alone: nothing to compare
+    gap = 0 if traced else difference(cls, dataclasses.astuple(small(residual.cfg)))
+    if not gap < 1e-8:
+        return None, f"{cls.__name__} and its fused form differ by {gap:.1e}: one of them was changed without the other"
+    return FUSED[cls], None
+
+
+def small(cfg):
+    """The same mode at a size where a check costs little."""
+    knobs = {name: cfg.knob(name) for name in RESIDUAL_MODES[cfg.residual_mode].knobs}
+    return GPTConfig(n_layer=3, n_head=1, head_dim=2, n_embd=16 * cfg.knob("route_heads"), n_ffn=1,
+                     residual_mode=cfg.residual_mode, **knobs)
+
+
+@functools.lru_cache
+def difference(cls, settings):
+    """Largest relative difference between a residual and its fused form, on random rows in fp64: reads and gradients.
+
+    The reference is the definition. Whoever changes it (or this file) alone gets the reference, and is told why.
+    """
+    generator, found = torch.Generator().manual_seed(0), []
+    with torch.device("cpu"), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        residual = cls(GPTConfig(*settings)).double()
+        for p in residual.parameters():
+            p.data = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+        e = torch.randn(1, 3, residual.cfg.n_embd, generator=generator, dtype=torch.float64, requires_grad=True)
+        upstream = torch.randn(e.shape, generator=generator, dtype=torch.float64)
+        for form in (residual, FUSED[cls](residual, Torch, 1)):
+            out = routed(form, e, residual.n_sublayer, lambda t, a, b: (a + b.roll(t + 1, -1)).sin())
+            found.append([out, *torch.autograd.grad(out, [e, *residual.parameters()], upstream)])
+    return max(((a - b).abs().max() / a.abs().max().clamp_min(1e-9)).item() for a, b in zip(*found))
+
+
+def routed(residual, e, n_sublayer, sublayer=lambda t, a, b: 2 * a if a is b else a + b):
+    """All reads of a Residual or a Chain, between sublayers that do next to nothing: e (B, T, D) -> (B, T, D)."""
+    state = residual.start(e)
+    for t in range(n_sublayer):
+        state = residual.write(t, state, sublayer(t, *residual.read(t, state)))
+    return residual.read(n_sublayer, state)[0]

@@ -1,6 +1,6 @@
-"""nanodepth: one GPT, and one switch (`residual_mode`) for every way to carry information through depth.
+"""nanodepth: one GPT, and one switch (`residual_mode`) for every published variant of attention over depth.
 
-The host is a Qwen3-style decoder: RMSNorm before each sublayer, rotary positions, per-head QK-norm, grouped-query
+The model is a Qwen3-style decoder: RMSNorm before each sublayer, rotary positions, per-head QK-norm, grouped-query
 attention, SwiGLU, no biases. What a sublayer reads and where its output goes is decided by one module, the residual:
 
     state = residual.start(e)               token embedding -> state, a tuple of (B, T, D) tensors
@@ -12,17 +12,17 @@ Words.   A *layer* is attention + MLP; a *sublayer* is one of the two. *Site* s 
          *depth block* is a run of sublayers whose outputs are summed into one source. A *route* is one softmax over
          sources; a *depth head* is a group of channels with a softmax of its own.
 Letters. B batch, T time, D width, V vocabulary, L layers, S sources, G depth heads, H attention heads, K channels per
-         head; e embedding, y output of a sublayer, x running sum, h what a site reads.
+         head; e embedding, y output of a sublayer, x running sum, h what a site reads, alpha the weights of a route.
 
     python train.py configs/tiny.toml --residual_mode=attnres_block
 
-To add a mode: subclass `Residual` or `AttnRes`, override `read`, `write` or `mix`, and add a row to RESIDUAL_MODES.
+To add a mode: subclass `Residual` or `AttnRes`, override `read`, `write` or `weights`, and add a row to RESIDUAL_MODES.
+To add a knob: a field of GPTConfig, and its name in that row.
 """
 import math
-import warnings
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.nn as nn
@@ -48,19 +48,19 @@ class GPTConfig:
     residual_mode: str = "standard"  # how information travels through depth
     depth_block: int = 0  # sublayers per depth block; 0 = whole layers, about eight depth blocks
     route_heads: int = 0  # depth heads per route; 0 = the mode's own number
-    rd_control: str = "none"  # rd: none | tied | average | frozen_v
-    dar_routing: str = "reciprocal"  # dar: reciprocal | self_kv | cross_v | fixed_kv | sep_v
-    delta_sources: str = "true"  # delta_block: true | released (the recursion of the released code)
+    rd_control: Literal["none", "tied", "average", "frozen_v"] = "none"  # rd: see `RoleDecoupled`
+    dar_routing: Literal["reciprocal", "self_kv", "cross_v", "fixed_kv", "sep_v"] = "reciprocal"  # dar: see `Dual`
+    delta_sources: Literal["true", "released"] = "true"  # delta_block: true | released (the released code's recursion)
     n_streams: int = 4  # hc, mhc: number of residual streams
     dynamic_gates: bool = False  # hc, dar: gates depend on the token too
-    route_impl: str = "auto"  # who computes the routing: auto | reference | fused
+    route_impl: Literal["auto", "reference", "fused"] = "auto"  # who computes the routing: auto | reference | fused
     remat: bool = False  # recompute sublayers in the backward pass instead of keeping their activations
     rope_theta: float = 10000.0  # base of the rotary frequencies
     rope_scale: float = 1.0  # Llama 3's stretch of the slow rotary frequencies: 8 in 3.1, 32 in 3.2; 1 = none
     norm_eps: float = 1e-6  # epsilon of every RMSNorm
     qk_norm: bool = True  # RMSNorm on each query and key head
     tie_embeddings: bool = True  # the head's matrix is the token embedding
-    init: str = "papers"  # start of the weights: papers | gpt2 | fan_in | zero (table in `start_std`)
+    init: Literal["papers", "gpt2", "fan_in", "zero"] = "papers"  # start of the weights, see `start_std`
 
     def __post_init__(self):
         for name in ("n_layer", "n_head", "n_embd", "seq_len"):
@@ -79,32 +79,21 @@ class GPTConfig:
                 f"n_kv_head={self.n_kv_head}")
         require(self.head_dim % 2 == 0, f"head_dim={self.head_dim}: rotary positions need an even number")
         require_choice("residual_mode", self.residual_mode, RESIDUAL_MODES)
-        for name, choices in CHOICES.items():
-            require_choice(name, getattr(self, name), choices)
-        for knob in KNOBS:
-            users = [name for name, mode in RESIDUAL_MODES.items() if knob in mode.knobs]
-            require(self.residual_mode in users or getattr(self, knob) == KNOBS[knob], f"{knob}={getattr(self, knob)} "
-                    f"has no effect in residual_mode={self.residual_mode}: remove it, or use a mode that reads it "
-                    f"({', '.join(users)})")
-        require(self.n_embd % self.knob("route_heads") == 0, f"n_embd={self.n_embd} does not divide by "
-                f"route_heads={self.knob('route_heads')}")
+        require_choices(self)
+        for name in all_knobs():
+            users = [mode for mode, row in RESIDUAL_MODES.items() if name in row.knobs]
+            require(self.residual_mode in users or getattr(self, name) == getattr(GPTConfig, name), f"{name}="
+                    f"{getattr(self, name)} has no effect in residual_mode={self.residual_mode}: remove it, or use a "
+                    f"mode that reads it ({', '.join(users)})")
+        heads = self.knob("route_heads") or 1
+        require(self.n_embd % heads == 0, f"n_embd={self.n_embd} does not divide by route_heads={heads}")
 
     def knob(self, name):
-        """Value in force of a residual knob: the user's; at its default the mode's own, then the general rule."""
-        value = getattr(self, name)
-        if value == KNOBS[name]:
-            value = RESIDUAL_MODES[self.residual_mode].sets.get(name, DERIVED.get(name, value))
+        """Value in force of a residual knob: the user's or, while that is the field's default, the mode's own."""
+        row, value = RESIDUAL_MODES[self.residual_mode], getattr(self, name)
+        if value == getattr(GPTConfig, name):
+            value = (row.knobs | row.fixed).get(name, value) or value
         return value(self) if callable(value) else value
-
-
-# Residual knobs with their defaults. Set away from it in a mode that ignores it, a knob is an error.
-KNOBS = {f.name: f.default for f in fields(GPTConfig) if f.name in (
-    "depth_block", "route_heads", "rd_control", "dar_routing", "delta_sources", "n_streams", "dynamic_gates")}
-CHOICES = {"init": ("papers", "gpt2", "fan_in", "zero"), "route_impl": ("auto", "reference", "fused"), "rd_control": ("none", "tied", "average", "frozen_v"),
-           "dar_routing": ("reciprocal", "self_kv", "cross_v", "fixed_kv", "sep_v"),
-           "delta_sources": ("true", "released")}
-# What 0 means where the mode does not say: 2 ceil(2L/8/2) sublayers, so 12 layers 4, 24: 6, 36: 10; one depth head.
-DERIVED = {"depth_block": lambda cfg: 2 * math.ceil(cfg.n_layer / 8), "route_heads": 1}
 
 
 def require(condition, message):
@@ -117,6 +106,13 @@ def require_choice(name, value, choices):
         near = get_close_matches(str(value), list(choices), 1)
         raise ValueError(f"{name}={value} is unknown{f', did you mean {near[0]}?' if near else ''} "
                          f"(choices: {', '.join(choices)})")
+
+
+def require_choices(config):
+    """Every Literal field of a dataclass has one of its values."""
+    for f in fields(config):
+        if get_args(f.type):
+            require_choice(f.name, getattr(config, f.name), get_args(f.type))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -167,23 +163,12 @@ def rotate(x, rope):
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
-def depth_mix(query, values, keys=None, eps=1e-6):
-    """Attention over depth, the one primitive of all routed modes (Attention Residuals, arXiv 2603.15031, section 3).
-
-        z_s = <query_g, key_s,g> / rms(key_s)     logits; the RMS is over the full width, then heads are sliced
-        out_g = sum_s softmax_s(z)_s value_s,g    values enter as they are, without a norm and without a scale
-
-    query (D,) for one head or (G, D/G); values and keys: sequences of S tensors (B, T, D), keys default to values.
-    Returns (B, T, D) in the values' dtype; logits, softmax and sum are in at least fp32. There is no gain on the keys:
-    it would enter only as its product with the query.
-
-    Sources are never stacked: per pair of site and source nothing wider than (B, T, G) is kept for the backward pass.
-    """
-    return depth_sum(depth_logits(query, values if keys is None else keys, eps).softmax(0), values)
-
-
 def depth_logits(query, keys, eps):
-    """Logits of one route: query (D,) or (G, D/G), keys S x (B, T, D) -> (S, B, T, G)."""
+    """z_i = <query_g, key_i,g> / rms(key_i): query (D,) or (G, D/G), keys S x (B, T, D) -> (S, B, T, G), at least fp32.
+
+    The RMS is over the full width, then heads are sliced. There is no gain on the keys: it would enter only as its
+    product with the query. Keys are never stacked: per source nothing wider than (B, T, G) is kept for backward.
+    """
     query, logits = query.view(-1, query.shape[-1]), []
     for key in keys:
         dot = (key.unflatten(-1, query.shape) * query).sum(-1)  # not a matmul: autocast would run it in bf16
@@ -192,7 +177,7 @@ def depth_logits(query, keys, eps):
 
 
 def depth_sum(weights, values):
-    """sum_s weights[s] values[s]: weights S x (B, T, G), or (G,) for all tokens, values S x (B, T, D) -> (B, T, D)."""
+    """sum_i weights[i] values[i]: weights S x (B, T, G), or (G,) for all tokens, values S x (B, T, D) -> (B, T, D)."""
     out = None
     for w, value in zip(weights, values):
         part = w.unsqueeze(-1) * value.unflatten(-1, (w.shape[-1], -1))  # (B, T, G, D/G) in at least fp32
@@ -264,17 +249,16 @@ def span(first, last):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Residuals. `read` is pure and `write` never modifies the old state; both may branch on the site, never on values.
-# A parameter exists only where it can act: no query for a site with a single source. They start at zero unless said.
+# Residuals: how information travels through depth. `read` is pure and `write` never changes the old state; both may
+# branch on the site, never on values. A parameter exists only where it can act: a site with one source has no query.
 
 
 class Residual(nn.Module):
     """`standard`: one running sum. x <- x + f(norm(x)).      State: (x,)"""
-    fused = None  # name of its fused form in kernels.py; not inherited, for a subclass may compute something else
 
     def __init__(self, cfg):
         super().__init__()
-        self.eps, self.n_sublayer, self.width = cfg.norm_eps, 2 * cfg.n_layer, cfg.n_embd
+        self.cfg, self.eps, self.n_sublayer = cfg, cfg.norm_eps, 2 * cfg.n_layer
 
     def start(self, e):
         """Embedding (B, T, D) -> state, in the compute dtype, so that streams and sources have it in every mode."""
@@ -282,7 +266,8 @@ class Residual(nn.Module):
         return (e.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else e,)
 
     def read(self, site, state):
-        """Normalised gain-free input of a sublayer: (for queries and keys, for values); MLP and head take the first."""
+        """Normalised input of a sublayer: (for queries and keys, for values); MLP and head take the first. The norm's
+        gain is the sublayer's own."""
         x = rms_norm(state[0], self.eps)
         return x, x
 
@@ -291,60 +276,51 @@ class Residual(nn.Module):
         return (state[0] + y,)
 
     def init_weights(self):
-        """No random numbers here: modes of one seed share all other weights."""
+        """Zero unless said. No random numbers here: modes of one seed share all other weights."""
         for p in self.parameters():
             nn.init.zeros_(p)
 
     def depth_weights(self, site, state):
-        """Routing weights for people to look at: {route: (S, B, T, G)}, sources in the order of `source_names`."""
+        """Weights of a site's routes, to look at: {route: (S, B, T, G)}, sources in the order of `source_names`."""
         return {}
 
 
 class AttnRes(Residual):
     """Attention Residuals (2603.15031, sections 3 and 4); multi-head (2607.27230) when route_heads > 1.
 
-    A site reads a softmax-weighted sum of its sources. State: (e, closed depth blocks ..., open one); depth blocks of
-    one sublayer are the full form. The stream is replaced: only the sources survive. The head has a route of its own.
-    To change the weights, override `weights`; to change what zero queries read, `scale`.
-    """
+        z_i = <q, v_i / rms(v_i)>       v_i: the sources of a site, q: its query, a parameter that starts at zero
+        alpha = softmax(z)              over the sources, for each token on its own
+        h = S sum_i alpha_i v_i         S sources; the paper has no S, which the norm of h cancels but for its eps
 
-    fused = "Chain"
+    Sources are the embedding and the depth blocks; depth blocks of one sublayer are the full form. They add up to the
+    standard stream, so that queries of zero read exactly that. State: (e, closed depth blocks ..., open one).
+    """
 
     def __init__(self, cfg):
         super().__init__(cfg)
         self.depth_block, self.route_heads = cfg.knob("depth_block"), cfg.knob("route_heads")
-        self.query = nn.ParameterDict({route: nn.Parameter(torch.empty(cfg.n_embd)) for route in self.routes(cfg)})
+        self.query = nn.ParameterDict({route: nn.Parameter(torch.empty(cfg.n_embd)) for route in self.routes()})
 
-    def routes(self, cfg):
+    def routes(self):
         """Names of the queries: the sites where there is a choice."""
-        return [str(site) for site in range(self.n_sublayer + 1) if len(self.source_names(site)) > 1]
+        return [str(site) for site in range(self.n_sublayer + 1) if self.n_sources(site) > 1]
 
-    def source_names(self, site):
-        """What a site may read: the embedding, and depth blocks by their first and last sublayer."""
-        return ["e", *(span(a, min(a + self.depth_block, site) - 1) for a in range(0, site, self.depth_block))]
-
-    def sources(self, site, state):
-        """The tensors of the state that a site may read."""
-        return state
+    def n_sources(self, site):
+        return 1 + math.ceil(site / self.depth_block)
 
     def weights(self, route, keys):
-        """Softmax over the sources: (S, B, T, G)."""
+        """alpha (S, B, T, G) of a route over S keys (B, T, D)."""
         return depth_logits(self.query[route].view(self.route_heads, -1), keys, self.eps).softmax(0)
 
-    def mix(self, route, sources):
-        """S tensors (B, T, D) -> (B, T, D)."""
-        return sources[0] if len(sources) == 1 else depth_sum(self.weights(route, sources), sources)
-
-    def scale(self, n_sources):
-        """What a zero query reads, in units of the standard stream x: the sources sum to x, so their mean is x / S."""
-        return 1 / n_sources
-
-    def normalise(self, h, n_sources):
-        return rms_norm(h, self.eps * self.scale(n_sources) ** 2)  # so that zero queries are `standard`, exactly
+    def mix(self, route, sources, factor=1):
+        """factor * sum_i alpha_i v_i (B, T, D) over S sources (B, T, D)."""
+        if len(sources) == 1:
+            return sources[0]
+        return depth_sum(factor * self.weights(route, sources), sources)
 
     def read(self, site, state):
         sources = self.sources(site, state)
-        x = self.normalise(self.mix(str(site), sources), len(sources))
+        x = rms_norm(self.mix(str(site), sources, factor=len(sources)), self.eps)
         return x, x
 
     def write(self, site, state, y):
@@ -352,93 +328,121 @@ class AttnRes(Residual):
             return (*state, y)  # opens a depth block; the one before is closed by no longer being the last
         return (*state[:-1], state[-1] + y)
 
+    def sources(self, site, state):
+        """The tensors of the state that a site may read."""
+        return state
+
+    def source_names(self, site):
+        """The same in words: the embedding, and depth blocks by their first and last sublayer."""
+        S = self.depth_block
+        return ["e", *(span(first, min(first + S, site) - 1) for first in range(0, site, S))][:self.n_sources(site)]
+
     def depth_weights(self, site, state):
-        routes = [route for route in self.query if route.split("_")[0] == str(site)]
-        return {route: self.weights(route, self.sources(site, state)) for route in routes}
+        mine = [route for route in self.query if route.split("_")[0] == str(site)]
+        return {route: self.weights(route, self.sources(site, state)) for route in mine}
 
 
 class Cumulative(AttnRes):
     """`attnres_cumulative`: the sources are the running sums x_0 .. x_s, the baseline of the delta paper (2605.18855).
 
-    State: (x_0 .. x_s). Sources overlap, so that zero queries read mostly early sums: this is not the standard start.
+    h = sum_i alpha_i x_i. Sources overlap, so that zero queries read mostly early sums: this is not the standard start.
     """
-    fused = None
+
+    def read(self, site, state):
+        x = rms_norm(self.mix(str(site), state), self.eps)
+        return x, x
+
+    def write(self, site, state, y):
+        return (*state, state[-1] + y)
 
     def source_names(self, site):
         return [f"x{s}" for s in range(site + 1)]
 
-    def scale(self, n_sources):
-        return 1
 
-    def write(self, site, state, y):
-        return (*state, state[-1] + y)
+class Static(AttnRes):
+    """`static_block`: each source has a learned weight that is the same for all tokens, softmax(logits).
+
+    Routing without attention: the input-independent control of 2603.15031, section 5.
+    """
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        for route in self.query:
+            self.query[route] = nn.Parameter(torch.empty(self.n_sources(int(route)), self.route_heads))
+
+    def weights(self, route, keys):
+        return self.query[route].softmax(0)[:, None, None].expand(-1, *keys[0].shape[:2], -1)
 
 
 class Delta(AttnRes):
     """Delta Attention Residuals (2605.18855): the stream stays, a read of the sources is added to it, not written back.
 
-    h = x + mix(sources), x <- x + y. State: (x, e, outputs ...). The head reads x.
-    """
-    fused = "DeltaChain"
+        h = (x + sum_i alpha_i v_i) / (1 + 1/S)      x <- x + y
 
-    def source_names(self, site):
-        return super().source_names(site) if site < self.n_sublayer else []
+    The divisor, which is not in the paper, makes zero queries read exactly x (see AttnRes). State: (x, e, outputs ...).
+    The head reads x alone.
+    """
+
+    def n_sources(self, site):
+        return super().n_sources(site) if site < self.n_sublayer else 0
 
     def start(self, e):
-        return super().start(e) * 2
+        x, = super().start(e)
+        return x, x
 
     def sources(self, site, state):
         return state[1:]
 
-    def scale(self, n_sources):
-        return 1 + 1 / n_sources
-
-    def add(self, site, x, m):
-        return x + m
+    def add(self, site, x, m, n_sources):
+        """The stream x with what a site reads of its sources, m."""
+        return (x + m) / (1 + 1 / n_sources)
 
     def read(self, site, state):
-        if site == self.n_sublayer:
-            return super(AttnRes, self).read(site, state)
-        sources = self.sources(site, state)
-        x = self.normalise(self.add(site, state[0], self.mix(str(site), sources)), len(sources))
+        h = state[0]
+        if site < self.n_sublayer:
+            sources = self.sources(site, state)
+            h = self.add(site, h, self.mix(str(site), sources), len(sources))
+        x = rms_norm(h, self.eps)
         return x, x
 
     def write(self, site, state, y):
-        return (state[0] + y, *super().write(site, state[1:], y))
+        x, *sources = state
+        return (x + y, *super().write(site, sources, y))
 
 
 class DeltaBlock(Delta):
     """`delta_block` (2605.18855): sources are e and what finished depth blocks have added to the stream.
 
-    A depth block becomes visible only after the read that follows it, as in the released code: the newest entry of the
-    state is never a source. Zero queries add a stale mean to x: this is not the standard start. delta_sources=released:
-    the recursion of the released code, where source k also holds source k-2.
+    A depth block becomes visible only after the read that follows it, as in the released code: the newest depth block
+    is never a source. Zero queries add a stale mean to x: this is not the standard start. delta_sources=released: the
+    recursion of the released code, where source k also holds source k-2.
     """
-    fused = "DeltaChain"
 
     def __init__(self, cfg):
         super().__init__(cfg)
         self.released = cfg.knob("delta_sources") == "released"
 
-    def source_names(self, site):
-        names = super().source_names(site)
-        return names[:-1] or names
+    def n_sources(self, site):
+        finished = max(0, math.ceil(site / self.depth_block) - 1)
+        return 1 + finished if site < self.n_sublayer else 0
 
     def sources(self, site, state):
-        return state[1:-1] or state[1:]
+        _, e, *blocks = state
+        return (e, *blocks[:-1])
 
     def write(self, site, state, y):
-        if self.released and site % self.depth_block == 0 and len(state) > 2:
+        opens_later_block = site % self.depth_block == 0 and len(state) > 2
+        if self.released and opens_later_block:
             return (state[0] + y, *state[1:], y + state[-2])
         return super().write(site, state, y)
 
 
 class GatedDelta(DeltaBlock):
-    """`mhar_delta` (2607.27230, conversion of pretrained models): h = x + gate * mix([null, sources]), one gate a site.
+    """`mhar_delta` (2607.27230, conversion of pretrained models): h = x + gate sum_i alpha_i v_i, one gate a site.
 
-    Gates start at zero, so that a converted model is its base to the last bit; queries and nulls move after the gates.
+    The first source is learned, a null. Gates start at zero, so that a converted model is its base to the last bit;
+    queries and nulls move after the gates.
     """
-    fused = None
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -446,16 +450,16 @@ class GatedDelta(DeltaBlock):
         self.null = nn.ParameterDict({site: nn.Parameter(torch.empty(cfg.n_embd)) for site in sites})
         self.gate = nn.ParameterDict({site: nn.Parameter(torch.empty(1)) for site in sites})
 
-    def source_names(self, site):
-        return ["null", *super().source_names(site)] if site < self.n_sublayer else []
+    def n_sources(self, site):
+        return 1 + super().n_sources(site) if site < self.n_sublayer else 0
 
     def sources(self, site, state):
         return (self.null[str(site)].to(state[0].dtype).expand_as(state[0]), *super().sources(site, state))
 
-    def scale(self, n_sources):
-        return 1
+    def source_names(self, site):
+        return ["null", *super().source_names(site)][:self.n_sources(site)]
 
-    def add(self, site, x, m):
+    def add(self, site, x, m, n_sources):
         return (x + self.gate[str(site)] * m).to(x.dtype)
 
 
@@ -463,17 +467,15 @@ class RoleDecoupled(AttnRes):
     """Role-Decoupled Attention Residuals (2608.01075): attention has one route for queries and keys, one for values.
 
     Both share sources, keys and pre-norm; MLP and head have one route. rd_control: `tied` uses the first route for both
-    roles, `average` feeds the mean of both reads to both, `frozen_v` reads the plain mean for values.
+    roles, `average` feeds the mean of both reads to both, `frozen_v` reads the plain sum for values.
     """
-    fused = "Chain"
 
     def __init__(self, cfg):
-        self.control = cfg.knob("rd_control")
         super().__init__(cfg)
-
-    def routes(self, cfg):
-        second = [f"{r}_v" for r in super().routes(cfg) if int(r) % 2 == 0 and int(r) < self.n_sublayer]
-        return super().routes(cfg) + (second if self.control in ("none", "average") else [])
+        self.control = cfg.knob("rd_control")
+        if self.control in ("none", "average"):
+            for site in range(2, self.n_sublayer, 2):
+                self.query[f"{site}_v"] = nn.Parameter(torch.empty(cfg.n_embd))
 
     def init_weights(self):
         super().init_weights()
@@ -481,41 +483,42 @@ class RoleDecoupled(AttnRes):
             separate(self.query, "_v")
 
     def read(self, site, state):
-        c = len(state)
-        if c == 1 or site % 2 or site == self.n_sublayer or self.control == "tied":
+        is_attention = site % 2 == 0 and 0 < site < self.n_sublayer
+        if not is_attention or self.control == "tied":
             return super().read(site, state)
-        h_qk = self.mix(str(site), state)
+        S = len(state)
+        h_qk = self.mix(str(site), state, factor=S)
         if self.control == "frozen_v":
-            h_v = depth_sum(torch.full((c, 1), 1 / c, dtype=at_least_fp32(h_qk.dtype), device=h_qk.device), state)
+            one = state[0].new_ones(1, dtype=at_least_fp32(state[0].dtype))
+            h_v = depth_sum([one] * S, state)
         else:
-            h_v = self.mix(f"{site}_v", state)
+            h_v = self.mix(f"{site}_v", state, factor=S)
         if self.control == "average":
-            x = self.normalise((h_qk + h_v) / 2, c)
+            x = rms_norm((h_qk + h_v) / 2, self.eps)
             return x, x
-        return self.normalise(h_qk, c), self.normalise(h_v, c)
+        return rms_norm(h_qk, self.eps), rms_norm(h_v, self.eps)
 
 
 def separate(query, suffix):
-    """A small fixed start for the second of two routes that would stay equal for ever if both started at zero."""
+    """A small fixed start for the second of two routes that would stay equal forever if both started at zero."""
     for route, q in query.items():
         if route.endswith(suffix):
             q.copy_(0.02 * torch.arange(len(q)).cos())
 
 
 class Dual(AttnRes):
-    """Dual Attention Residuals (2607.18730): two histories; each is read with keys made of the other.
+    """Dual Attention Residuals (2607.18730): two histories; each is read using keys from the other.
 
-        h_j = sum_r softmax_r(<q_j, norm(H^(1-j)_r)>) H^j_r      h = a_0 h_0 + a_1 h_1, a = softmax of two logits
-        P_j <- rho P_j + (1 - rho) P_(1-j) + b_j y               the open depth block; at its first sublayer b_j y
+        h_j = sum_r softmax_r(<q_j, norm(H^(1-j)_r)>) H^j_r    h = S (a_0 h_0 + a_1 h_1), a = softmax of two logits
+        P_j <- rho P_j + (1 - rho) P_(1-j) + b_j y             the open depth block; at its first sublayer b_j y
 
     State: both histories one after the other, each (e, closed depth blocks ..., open one). The paper's code is not
     public. Our choices: queries zero, a logits zero, rho starts at 0.98, and the write weights b (sum 2) start at
-    1.1 and 0.9, the other way round at MLPs, for equal ones would keep both histories equal for ever. dar_routing names
+    1.1 and 0.9, the other way round at MLPs, for equal ones would keep both histories equal forever. dar_routing names
     the ablations: self_kv, cross_v, fixed_kv (keys of history 0, values of 1; starts elsewhere), and sep_v, with one
     more linear map of the mix, shared by all sites. dynamic_gates adds <norm(context), u> to the logits of a, b and
     rho, u = 0 at the start; the context is the read h_j for a, the output y for b and rho.
     """
-    fused = "DualChain"
     KEYS_VALUES = {"reciprocal": ((1, 0), (0, 1)), "sep_v": ((1, 0), (0, 1)), "self_kv": ((0, 1), (0, 1)),
                    "cross_v": ((0, 1), (1, 0)), "fixed_kv": ((0, 0), (1, 1))}
 
@@ -533,8 +536,8 @@ class Dual(AttnRes):
         if cfg.knob("dar_routing") == "sep_v":
             self.sep_v = nn.Parameter(torch.empty(cfg.n_embd, cfg.n_embd))
 
-    def routes(self, cfg):
-        return [f"{route}_{j}" for route in super().routes(cfg) for j in (0, 1)]
+    def routes(self):
+        return [f"{route}_{j}" for route in super().routes() for j in (0, 1)]
 
     def init_weights(self):
         super().init_weights()
@@ -559,35 +562,42 @@ class Dual(AttnRes):
         return super().start(e) * 2
 
     def histories(self, state):
-        return state[:len(state) // 2], state[len(state) // 2:]
+        n = len(state) // 2
+        return state[:n], state[n:]
 
     def retrieve(self, site, state):
         """The reads h_0 and h_1."""
         H, out = self.histories(state), []
         for j in (0, 1):
-            w = self.weights(f"{site}_{j}", H[self.keys[j]])
-            out.append(depth_sum(w, H[self.values[j]]))
-        return [h + F.linear(h, self.sep_v) for h in out] if hasattr(self, "sep_v") else out
+            keys, values = H[self.keys[j]], H[self.values[j]]
+            h = depth_sum(self.weights(f"{site}_{j}", keys), values)
+            if hasattr(self, "sep_v"):
+                h = h + F.linear(h, self.sep_v)
+            out.append(h)
+        return out
 
     def read(self, site, state):
-        if len(state) == 2:
-            return super(AttnRes, self).read(site, state)
-        h = self.retrieve(site, state)
-        x = self.normalise(depth_sum(self.gates(f"a{site}", h).softmax(0), h), len(state) // 2)
+        h = state[0]
+        if site:  # at site 0 both histories are e
+            reads, S = self.retrieve(site, state), len(state) // 2
+            h = depth_sum(S * self.gates(f"a{site}", reads).softmax(0), reads)
+        x = rms_norm(h, self.eps)
         return x, x
 
     def write(self, site, state, y):
-        (*H0, P0), (*H1, P1) = self.histories(state)
+        H0, H1 = self.histories(state)
         b = 2 * self.gates(f"b{site}", (y, y)).sigmoid()
         if site % self.depth_block == 0:
-            return (*H0, P0, depth_sum(b[:1], [y]), *H1, P1, depth_sum(b[1:], [y]))
+            return (*H0, depth_sum(b[:1], [y]), *H1, depth_sum(b[1:], [y]))
         rho = self.gates(f"rho{site}", (y,))[0].sigmoid()
-        P0, P1 = (depth_sum([keep, 1 - keep, b[j]], [P0, P1, y]) for j, keep in ((0, rho), (1, 1 - rho)))
-        return (*H0, P0, *H1, P1)
+        P0, P1 = H0[-1], H1[-1]
+        new0 = depth_sum([rho, 1 - rho, b[0]], [P0, P1, y])
+        new1 = depth_sum([1 - rho, rho, b[1]], [P0, P1, y])
+        return (*H0[:-1], new0, *H1[:-1], new1)
 
     def depth_weights(self, site, state):
         H = self.histories(state)
-        return {f"{site}_{j}": self.weights(f"{site}_{j}", H[self.keys[j]]) for j in (0, 1) if len(state) > 2}
+        return {f"{site}_{j}": self.weights(f"{site}_{j}", H[self.keys[j]]) for j in (0, 1) if site}
 
 
 class HyperConnections(Residual):
@@ -596,36 +606,43 @@ class HyperConnections(Residual):
     State: the streams, all e at the start; the head reads their mean. Starts: A one-hot at stream s mod n, R the
     identity, b one: `standard`. dynamic_gates: + factor * tanh(norm(H_j) W) on A_j, R_j and b_j, W = 0, factor = 0.01.
     """
-    fused = None
 
     def __init__(self, cfg):
         super().__init__(cfg)
         n = self.n_streams = cfg.knob("n_streams")
         require(n > 1, f"n_streams={n}: needs at least 2")
         self.bias, self.w, self.factor = nn.ParameterDict(), nn.ParameterDict(), nn.ParameterDict()
+        shapes, maps = {"A": (n,), "R": (n, n), "b": (n,)}, self.map_shapes(cfg)
         for site in range(self.n_sublayer):
-            for name, shape, w_shape in self.parts(site, n, cfg):
-                self.bias[f"{name}{site}"] = nn.Parameter(torch.empty(shape))
-                if w_shape:
-                    self.w[f"{name}{site}"] = nn.Parameter(torch.empty(*w_shape, cfg.n_embd))
-                    self.factor[f"{name}{site}"] = nn.Parameter(torch.empty(1))
+            for kind in self.connections(site):
+                self.bias[f"{kind}{site}"] = nn.Parameter(torch.empty(shapes[kind]))
+                if maps:
+                    self.w[f"{kind}{site}"] = nn.Parameter(torch.empty(maps[kind]))
+                    self.factor[f"{kind}{site}"] = nn.Parameter(torch.empty(1))
 
-    def parts(self, site, n, cfg):
-        """(name, shape, shape of its W but for D). No A at site 0: equal streams would only be scaled."""
-        parts = [("A", (n,), (1,)), ("R", (n, n), (n,)), ("b", (n,), (1,))][not site:]
-        return parts if cfg.knob("dynamic_gates") else [(name, shape, None) for name, shape, _ in parts]
+    def connections(self, site):
+        """A reads, R mixes, b writes. At site 0 the streams are equal: an A would only scale them."""
+        return "ARb" if site else "Rb"
+
+    def map_shapes(self, cfg):
+        """Shapes of W for each kind of connection: one row for all streams, or a row for each it goes to."""
+        n, D = self.n_streams, cfg.n_embd
+        return {"A": (1, D), "R": (n, D), "b": (1, D)} if cfg.knob("dynamic_gates") else None
 
     def init_weights(self):
         super().init_weights()
+        n = self.n_streams
         for name, p in self.bias.items():
-            one = torch.eye(len(p), device=p.device)
-            p.copy_({"A": one[int(name[1:]) % len(p)], "R": one, "b": torch.ones_like(one[0])}[name[0]])
+            kind, site = name[0], int(name[1:])
+            eye = torch.eye(n, device=p.device)
+            p.copy_(eye[site % n] if kind == "A" else eye if kind == "R" else torch.ones_like(eye[0]))
         for p in self.factor.values():
             p.fill_(0.01)
 
-    def connect(self, name, state):
+    def connect(self, kind, site, state):
         """A or b as (n, B, T, 1), R as (n, B, T, n) from stream j (first axis) to i; B = T = 1 when static."""
-        value = self.bias[name].view(len(state), 1, 1, -1)
+        name = f"{kind}{site}"
+        value = self.bias[name].view(self.n_streams, 1, 1, -1)
         if name in self.w:
             moved = [exact_linear(rms_norm(H, self.eps), self.w[name]).tanh() for H in state]
             value = value + self.factor[name] * torch.stack(moved)
@@ -635,19 +652,22 @@ class HyperConnections(Residual):
         return super().start(e) * self.n_streams
 
     def read(self, site, state):
-        if site == 0:
-            return super().read(site, state)
-        n = len(state)
-        mean = torch.full((n, 1), 1 / n, dtype=at_least_fp32(state[0].dtype), device=state[0].device)
-        x = self.normalise(site, depth_sum(mean if site == self.n_sublayer else self.connect(f"A{site}", state), state))
+        h = state[0]
+        if site == self.n_sublayer:
+            mean = h.new_full((1,), 1 / self.n_streams, dtype=at_least_fp32(h.dtype))
+            h = depth_sum([mean] * self.n_streams, state)
+        elif site:
+            h = depth_sum(self.connect("A", site, state), state)
+        x = rms_norm(h, self.eps)
         return x, x
 
-    def normalise(self, site, x):
-        return rms_norm(x, self.eps)
-
     def write(self, site, state, y):
-        R, b = self.connect(f"R{site}", state), self.connect(f"b{site}", state)
-        return tuple(depth_sum([*R[..., i:i + 1], b[i]], (*state, y)) for i in range(len(state)))
+        R, b = self.connect("R", site, state), self.connect("b", site, state)
+        new = []
+        for i in range(self.n_streams):
+            from_streams = R[..., i].unsqueeze(-1)  # (n, B, T, 1)
+            new.append(depth_sum([*from_streams, b[i]], (*state, y)))
+        return tuple(new)
 
 
 class ManifoldHyperConnections(HyperConnections):
@@ -656,35 +676,39 @@ class ManifoldHyperConnections(HyperConnections):
         c = norm(all streams as one vector)      A = sigmoid(a c W_A + bias)      b = 2 sigmoid(a c W_b + bias)
         R = Sinkhorn(a c W_R + bias), 20 iterations; for two streams in closed form
 
-    Starts: W = 0, a = 0.01; biases of A +1 at stream s mod n and -1 elsewhere, of R 4 I, of b 0: still `standard`, but
-    the streams separate. The mean that the head reads cannot see the last R: there is none.
+    Starts: W = 0, a = 0.01; biases of A +1 at stream s mod n and -1 elsewhere, of R 4 I, of b 0. A is divided by what
+    it sums to then, which the norm behind it cancels: still `standard`, but the streams separate. The mean that the
+    head reads cannot see the last R: there is none.
     """
-    fused = None
 
-    def parts(self, site, n, cfg):
-        parts = [("A", (n,), (n, n)), ("R", (n, n), (n * n, n)), ("b", (n,), (n, n))]
-        return [p for p in parts if p[0] == "b" or (site and (p[0] == "A" or site < self.n_sublayer - 1))]
+    def connections(self, site):
+        return "b" if site == 0 else "Ab" if site == self.n_sublayer - 1 else "ARb"
+
+    def map_shapes(self, cfg):
+        n, D = self.n_streams, cfg.n_embd
+        return {"A": (n, n, D), "R": (n * n, n, D), "b": (n, n, D)}
 
     def init_weights(self):
         super().init_weights()
         for name, p in self.bias.items():
-            p.mul_({"A": 2, "R": 4, "b": 0}[name[0]]).sub_(1 if name[0] == "A" else 0)
+            if name[0] == "A":
+                p.mul_(2).sub_(1)
+            else:
+                p.mul_(4 if name[0] == "R" else 0)
 
-    def connect(self, name, state):
-        n = len(state)
+    def connect(self, kind, site, state):
+        n, name = self.n_streams, f"{kind}{site}"
         if name not in self.bias:  # R where it cannot act
             return torch.eye(n, device=state[0].device).view(n, 1, 1, n)
         mean_square = sum(mean_of_squares(H) for H in state) / n
         dot = sum(exact_linear(H, self.w[name][:, j]) for j, H in enumerate(state))
         logits = self.factor[name] * torch.rsqrt(mean_square + self.eps) * dot + self.bias[name].flatten()
-        if name[0] == "R":
+        if kind == "R":
             return doubly_stochastic(logits.unflatten(-1, (n, n))).movedim(-1, 0)
-        return ((1 if name[0] == "A" else 2) * logits.sigmoid()).unsqueeze(-1).movedim(-2, 0)
-
-    def normalise(self, site, x):
-        # at the start A sums to k, so that x is k times the standard stream
-        k = 1 if site == self.n_sublayer else sum(1 / (1 + math.exp(-b)) for b in [1] + [-1] * (self.n_streams - 1))
-        return rms_norm(x, self.eps * k**2)
+        if kind == "A":
+            sum_at_start = sum(1 / (1 + math.exp(-bias)) for bias in [1] + [-1] * (n - 1))
+            return (logits.sigmoid() / sum_at_start).unsqueeze(-1).movedim(-2, 0)
+        return (2 * logits.sigmoid()).unsqueeze(-1).movedim(-2, 0)
 
 
 def doubly_stochastic(logits):
@@ -702,8 +726,8 @@ def doubly_stochastic(logits):
 class Mode(NamedTuple):
     """One row of RESIDUAL_MODES. The command line, the README's table and the tests are derived from it."""
     cls: type  # the residual's class
-    knobs: tuple = ()  # the KNOBS that a user may set in this mode
-    sets: dict = {}  # knobs that have another value here while they are at their default; may be functions of cfg
+    knobs: dict = {}  # what a user may set in this mode, and its value while it is not set; may be functions of cfg
+    fixed: dict = {}  # knobs that the mode itself decides
     reads: str = ""  # what a site reads, before its norm
     stores: str = ""  # tensors of width D alive at the end of the model
     added: str = "0"  # added parameters, in L, D, N = depth blocks, S = sublayers in each, n = streams
@@ -711,45 +735,54 @@ class Mode(NamedTuple):
     exact_start: bool = True  # whether it starts as the standard model
 
 
-BLOCKS, HEADS = ("depth_block", "route_heads"), ("route_heads",)
-FULL, KV_HEADS = {"depth_block": 1}, {"route_heads": lambda cfg: cfg.n_kv_head}
+# About eight depth blocks of whole layers: 12 layers 4 sublayers each, 24: 6, 36: 10.
+BLOCKS, FULL = {"depth_block": lambda cfg: 2 * math.ceil(cfg.n_layer / 8)}, {"depth_block": 1}
+ONE_HEAD, KV_HEADS = {"route_heads": 1}, {"route_heads": lambda cfg: cfg.n_kv_head}
 RESIDUAL_MODES = {
     "standard": Mode(Residual, reads="x = e + Σ y", stores="1", paper="pre-norm Transformer"),
     "attnres": Mode(
-        AttnRes, HEADS, FULL, "Σ α v over e and every y", "2L+1", "2*L*D", "arXiv 2603.15031"),
+        AttnRes, ONE_HEAD, FULL, "Σ α v over e and every y", "2L+1", "2*L*D", "arXiv 2603.15031"),
     "attnres_block": Mode(
-        AttnRes, BLOCKS, {}, "Σ α v over e and depth blocks", "N+1", "2*L*D", "arXiv 2603.15031"),
+        AttnRes, BLOCKS | ONE_HEAD, {}, "Σ α v over e and depth blocks", "N+1", "2*L*D", "arXiv 2603.15031"),
     "attnres_cumulative": Mode(
-        Cumulative, HEADS, FULL, "Σ α x over the running sums x_0 .. x_s", "2L+1", "2*L*D",
+        Cumulative, ONE_HEAD, FULL, "Σ α x over the running sums x_0 .. x_s", "2L+1", "2*L*D",
         "baseline in arXiv 2605.18855", exact_start=False),
+    "static_block": Mode(
+        Static, BLOCKS | ONE_HEAD, {}, "Σ α v over e and depth blocks, α the same for all tokens", "N+1",
+        "L*(N+3)", "control in arXiv 2603.15031"),
     "delta": Mode(
-        Delta, HEADS, FULL, "x + Σ α v over e and every y", "2L+2", "(2*L-1)*D", "arXiv 2605.18855"),
+        Delta, ONE_HEAD, FULL, "x + Σ α v over e and every y", "2L+2", "(2*L-1)*D", "arXiv 2605.18855"),
     "delta_block": Mode(
-        DeltaBlock, (*BLOCKS, "delta_sources"), {}, "x + Σ α v over e and finished depth blocks", "N+2",
-        "(2*L-1-S)*D", "arXiv 2605.18855", exact_start=False),
+        DeltaBlock, BLOCKS | ONE_HEAD | {"delta_sources": "true"}, {}, "x + Σ α v over e and finished depth blocks",
+        "N+2", "(2*L-1-S)*D", "arXiv 2605.18855", exact_start=False),
     "mhar": Mode(
-        AttnRes, HEADS, FULL | KV_HEADS, "as attnres, per head", "2L+1", "2*L*D", "arXiv 2607.27230"),
+        AttnRes, KV_HEADS, FULL, "as attnres, per head", "2L+1", "2*L*D", "arXiv 2607.27230"),
     "mhar_block": Mode(
-        AttnRes, BLOCKS, KV_HEADS, "as attnres_block, per head", "N+1", "2*L*D", "arXiv 2607.27230"),
+        AttnRes, BLOCKS | KV_HEADS, {}, "as attnres_block, per head", "N+1", "2*L*D", "arXiv 2607.27230"),
     "mhar_delta": Mode(
-        GatedDelta, BLOCKS, KV_HEADS | {"delta_sources": "released"},
+        GatedDelta, BLOCKS | KV_HEADS, {"delta_sources": "released"},
         "x + g · Σ α v over a null, e and finished depth blocks", "N+2", "2*L*(2*D+1)", "arXiv 2607.27230"),
     "rd": Mode(
-        RoleDecoupled, (*BLOCKS, "rd_control"), {}, "as attnres_block, one read for Q and K, one for V", "N+1",
-        "2*L*D+(L-1)*D", "arXiv 2608.01075"),
+        RoleDecoupled, BLOCKS | ONE_HEAD | {"rd_control": "none"}, {},
+        "as attnres_block, one read for Q and K, one for V", "N+1", "2*L*D+(L-1)*D", "arXiv 2608.01075"),
     "dar": Mode(
-        Dual, ("route_heads", "dar_routing", "dynamic_gates"), {"depth_block": 2},
+        Dual, ONE_HEAD | {"dar_routing": "reciprocal", "dynamic_gates": False}, {"depth_block": 2},
         "as dar_block, with depth blocks of one layer", "2(L+1)", "4*L*D+10*L-L", "arXiv 2607.18730"),
     "dar_block": Mode(
-        Dual, (*BLOCKS, "dar_routing", "dynamic_gates"), {},
+        Dual, BLOCKS | ONE_HEAD | {"dar_routing": "reciprocal", "dynamic_gates": False}, {},
         "a_0 Σ α_0 v_0 + a_1 Σ α_1 v_1, keys of the other history", "2(N+1)", "4*L*D+10*L-N", "arXiv 2607.18730"),
     "hc": Mode(
-        HyperConnections, ("n_streams", "dynamic_gates"), {}, "Σ A H over n streams", "n", "2*L*n*(n+2)-n",
+        HyperConnections, {"n_streams": 4, "dynamic_gates": False}, {}, "Σ A H over n streams", "n", "2*L*n*(n+2)-n",
         "arXiv 2409.19606"),
     "mhc": Mode(
-        ManifoldHyperConnections, ("n_streams",), {}, "Σ A H over n streams, mixed doubly stochastically", "n",
+        ManifoldHyperConnections, {"n_streams": 4}, {}, "Σ A H over n streams, mixed doubly stochastically", "n",
         "2*L*((n*D+1)*(n*n+2*n)+3)-(n*D+1)*(2*n*n+n)-3", "arXiv 2512.24880"),
 }
+
+
+def all_knobs():
+    """Names of the fields of GPTConfig that only some modes read."""
+    return [f.name for f in fields(GPTConfig) if any(f.name in row.knobs for row in RESIDUAL_MODES.values())]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -831,11 +864,11 @@ class KVCache:
 def start_std(cfg, name, fan_in):
     """Standard deviation of a matrix at the start. L layers, D width; *outputs* write to the stream (`out`, `down`).
 
-        init     embedding, head   matrices         outputs                 source
-        papers   0.02              0.02             0.02                    2603.15031, 2605.18855, 2607.27230 (as far as known)
-        gpt2     0.02              0.02             0.02 / sqrt(2L)         GPT-2, nanoGPT
-        fan_in   1/sqrt(D)         1/sqrt(fan_in)   1/sqrt(2L fan_in)       muP (2203.03466) with GPT-2's scaling by depth
-        zero     1/sqrt(D)         1/sqrt(fan_in)   0                       nanochat, modded-nanogpt: starts as the embedding
+        init    embedding, head   matrices         outputs             source
+        papers  0.02              0.02             0.02                2603.15031, 2605.18855, 2607.27230 (partly known)
+        gpt2    0.02              0.02             0.02 / sqrt(2L)     GPT-2, nanoGPT
+        fan_in  1/sqrt(D)         1/sqrt(fan_in)   1/sqrt(2L fan_in)   muP (2203.03466), GPT-2's scaling by depth
+        zero    1/sqrt(D)         1/sqrt(fan_in)   0                   nanochat, modded-nanogpt
 
     The first two fit one width each: at width 128, 0.02 leaves the embedding below what attention adds in one layer.
     Stream and head see an embedding of 1/sqrt(D) at every width: tied logits start with a deviation of 1.
@@ -847,6 +880,15 @@ def start_std(cfg, name, fan_in):
     if outer:
         return cfg.n_embd**-0.5
     return fan_in**-0.5 * ((deep if cfg.init == "fan_in" else 0.0) if output else 1.0)
+
+
+def fused_form(residual):
+    """(class of kernels.py that computes this residual faster, None), or (None, why there is none)."""
+    try:
+        import kernels
+    except ImportError as e:
+        return None, f"kernels.py cannot be imported ({e})"
+    return kernels.fused_form(residual)
 
 
 class GPT(nn.Module):
@@ -863,10 +905,9 @@ class GPT(nn.Module):
             self.head = nn.Linear(cfg.n_embd, cfg.vocab_size, bias=False)
         self.residual = RESIDUAL_MODES[cfg.residual_mode].cls(cfg)
         self.chunk_loss = chunk_loss  # or its compiled form
-        fused, why = self.fused()
-        require(fused or cfg.route_impl != "fused", f"route_impl=fused: {why}; use auto or reference")
-        if not fused and cfg.route_impl == "auto" and getattr(self.residual, "fused", None):  # it or its parent has one
-            warnings.warn(f"{why}: routing runs on the reference, which is slower", stacklevel=2)
+        self.fused, self.why_not_fused = fused_form(self.residual)
+        require(self.fused or cfg.route_impl != "fused",
+                f"route_impl=fused: {self.why_not_fused}; use auto or reference")
         self.init_weights()
 
     @torch.no_grad()
@@ -896,7 +937,7 @@ class GPT(nn.Module):
 
     def trunk(self, idx, cache=None, look=lambda site, state: None):
         """Token ids (B, T) -> normalised input of the head (B, T, D); `look` is shown the state before each read."""
-        residual = self.router()
+        residual = self.residual_in_use()
         state = residual.start(self.embed(idx))
         past, dtype = cache.length if cache is not None else 0, at_least_fp32(self.embed.weight.dtype)
         cfg = self.cfg
@@ -914,27 +955,14 @@ class GPT(nn.Module):
         look(len(self.sublayers), state)
         return residual.read(len(self.sublayers), state)[0]
 
-    def fused(self):
-        """(what makes the residual's fused form from kernels.py, None), or (None, why it has none)."""
-        cls = type(self.residual)
-        if "fused" not in vars(cls):
-            return None, f"{cls.__name__} does not declare a fused form"
-        if cls.fused is None:
-            return None, f"residual_mode={self.cfg.residual_mode} has no fused form"
-        try:
-            import kernels
-        except ImportError as e:
-            return None, f"kernels.py cannot be imported ({e})"
-        return kernels.chain_for(self.residual)
-
-    def router(self):
-        """What computes the residual in this forward pass: itself, the reference, or its fused form.
+    def residual_in_use(self):
+        """What carries this forward pass through depth: the residual itself, the reference, or its fused form.
 
         route_impl=auto takes the fused form where there is one, for training; the reference is what can be traced.
         """
-        impl, wanted = self.cfg.route_impl, torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        chain = self.fused()[0] if impl == "fused" or (impl == "auto" and wanted) else None
-        return chain(self.residual) if chain else self.residual
+        impl, trains = self.cfg.route_impl, torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        fused = self.fused and (impl == "fused" or (impl == "auto" and trains))
+        return self.fused(self.residual) if fused else self.residual
 
     def logits(self, h):
         """Head: (..., D) -> (..., V), in at least fp32."""
@@ -1014,4 +1042,5 @@ class GPT(nn.Module):
         """Number of parameters: total, without embedding and head, and of the residual."""
         total = sum(p.numel() for p in self.parameters())
         outer = sum(p.numel() for n, p in self.named_parameters() if n in ("embed.weight", "head.weight"))
-        return dict(total=total, non_embedding=total - outer, router=sum(p.numel() for p in self.residual.parameters()))
+        return dict(total=total, non_embedding=total - outer,
+                    residual=sum(p.numel() for p in self.residual.parameters()))

@@ -11,7 +11,6 @@ import re
 import shutil
 import sys
 import time
-import warnings
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from helpers import (
 from launch import started
 import kernels  # behind helpers, which turns on Triton's interpreter where there is no GPU
 import model as model_file
-from model import GPT, RESIDUAL_MODES, GPTConfig, KVCache, depth_mix
+from model import GPT, RESIDUAL_MODES, GPTConfig, KVCache, depth_logits, depth_sum
 from study import bench
 
 
@@ -35,6 +34,11 @@ from study import bench
 def sources(n=5, d=12, seed=0, dtype=torch.float64):
     generator = torch.Generator().manual_seed(seed)
     return tuple(torch.randn(2, 3, d, generator=generator, dtype=dtype) for _ in range(n))
+
+
+def depth_mix(query, values, keys=None, eps=1e-6):
+    """The read of a route, from its two primitives."""
+    return depth_sum(depth_logits(query, values if keys is None else keys, eps).softmax(0), values)
 
 
 @pytest.mark.parametrize("heads", [1, 3, 12])
@@ -621,7 +625,7 @@ def test_counts_follow_the_formulas(mode):
         size = getattr(model.residual, "depth_block", 1)
         numbers = dict(L=n_layer, D=n_embd, S=size, N=math.ceil(2 * n_layer / size), n=4)
         base, n = make("standard", n_layer=n_layer, n_embd=n_embd).count(), model.count()
-        assert n["router"] == eval(RESIDUAL_MODES[mode].added, numbers) == n["total"] - base["total"]
+        assert n["residual"] == eval(RESIDUAL_MODES[mode].added, numbers) == n["total"] - base["total"]
         assert n["total"] == sum(p.numel() for p in set(model.parameters())) == n["non_embedding"] + 61 * n_embd
 
 
@@ -709,8 +713,11 @@ def naive_logits(cfg, P, idx):
         if len(V) == 1:
             return V[0]
         C = C / torch.sqrt((C ** 2).mean(-1, keepdim=True) + eps)
-        q = P[f"residual.query.{route}"].view(heads, -1)
-        a = torch.einsum("sbtgk,gk->sbtg", C.unflatten(-1, (heads, -1)), q).softmax(0)
+        q = P[f"residual.query.{route}"]
+        if mode == "static_block":
+            a = q.softmax(0)[:, None, None].expand(-1, *e.shape[:2], -1)
+        else:
+            a = torch.einsum("sbtgk,gk->sbtg", C.unflatten(-1, (heads, -1)), q.view(heads, -1)).softmax(0)
         return torch.einsum("sbtg,sbtgk->btgk", a, V.unflatten(-1, (heads, -1))).flatten(-2)
 
     if mode == "standard":
@@ -723,7 +730,7 @@ def naive_logits(cfg, P, idx):
         for s in range(2 * L):
             xs.append(xs[-1] + f(s, R(s, xs)))
         return head(R(2 * L, xs))
-    if mode in ("attnres", "attnres_block", "mhar", "mhar_block", "rd"):
+    if mode in ("attnres", "attnres_block", "static_block", "mhar", "mhar_block", "rd"):
         closed, partial = [e], None
         for s in range(2 * L):
             src = closed if partial is None else [*closed, partial]
@@ -884,9 +891,7 @@ def rms(x, eps=1e-6):
 # ---------------------------------------------------------------------------------------------------------------------
 # Fused routing: kernels.py against the reference. Without a GPU its Triton kernels run in Triton's interpreter.
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    FUSED = {n: v for n, v in VARIANTS.items() if variant(n).fused()[0]}
+FUSED = {n: v for n, v in VARIANTS.items() if variant(n).fused}
 FUSED |= {
     "attnres: 8 heads": ("attnres", dict(route_heads=8)),
     "attnres_block: size 3": ("attnres_block", dict(depth_block=3)),
@@ -901,8 +906,8 @@ def fused_pair(name, ops=None, chunk=0, **changes):
     """The same model on the reference and fused, in a given back end and chunk."""
     mode, knobs = FUSED[name]
     models = [make(mode, **dict(route_impl=impl) | knobs | changes) for impl in ("reference", "fused")]
-    chain = models[1].fused()[0]
-    models[1].router = lambda: chain(models[1].residual, ops, chunk)
+    chain = models[1].fused
+    models[1].fused = lambda residual: chain(residual, ops, chunk)
     return models
 
 
@@ -1065,36 +1070,47 @@ def test_what_fused_routing_cannot_do_is_refused():
 
 
 def test_what_fused_routing_does_not_suit_runs_on_the_reference(monkeypatch):
-    with pytest.warns(UserWarning, match="n_embd=40 is not a multiple of 16: routing runs on the reference"):
-        model = make("attnres", n_embd=40)
-    assert model.router() is model.residual
+    model = make("attnres", n_embd=40)
+    assert model.why_not_fused == "n_embd=40 is not a multiple of 16" and model.residual_in_use() is model.residual
     with pytest.raises(ValueError, match="route_impl=fused: n_embd=40 is not a multiple of 16; use auto or reference"):
         make("attnres", n_embd=40, route_impl="fused")
     for name in ("rd: average", "rd: frozen_v", "dar_block: sep_v", "dar: dynamic"):
-        with pytest.warns(UserWarning, match="has no fused form"):
-            assert variant(name).fused()[0] is None
-    for mode in ("standard", "attnres_cumulative", "mhar_delta", "hc", "mhc"):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert make(mode).router() is not None
-        with pytest.raises(ValueError, match=f"route_impl=fused: residual_mode={mode} has no fused form"):
+        assert not variant(name).fused and "has no fused form" in variant(name).why_not_fused
+    for mode in ("standard", "attnres_cumulative", "static_block", "mhar_delta", "hc", "mhc"):
+        model = make(mode)
+        assert model.residual_in_use() is model.residual
+        with pytest.raises(ValueError, match=f"route_impl=fused: {type(model.residual).__name__} has no fused form"):
             make(mode, route_impl="fused")
     model = make("attnres")
-    assert isinstance(model.router(), kernels.Chain)
+    assert isinstance(model.residual_in_use(), kernels.Chain)
     with torch.no_grad():
-        assert model.router() is model.residual  # nothing to gain without gradients
+        assert model.residual_in_use() is model.residual  # nothing to gain without gradients
     monkeypatch.setitem(sys.modules, "kernels", None)
-    with pytest.warns(UserWarning, match="kernels.py cannot be imported"):
-        assert isinstance(make("attnres").router(), model_file.AttnRes)
+    model = make("attnres")
+    assert model.residual_in_use() is model.residual and "kernels.py cannot be imported" in model.why_not_fused
 
 
 def test_a_subclass_does_not_inherit_the_fused_form():
     class Mine(model_file.AttnRes):
-        def scale(self, n_sources):
-            return 1
-    model = make("attnres")
-    model.residual.__class__ = Mine
-    assert model.fused() == (None, "Mine does not declare a fused form") and model.router() is model.residual
+        pass
+    assert kernels.fused_form(Mine(make("attnres").cfg)) == (None, "Mine has no fused form")
+
+
+@pytest.mark.parametrize("cls, method, changed", [
+    (model_file.AttnRes, "weights", lambda old: lambda self, *args: old(self, *args).square()),
+    (model_file.Delta, "add", lambda old: lambda self, site, x, m, S: x + m),
+    (model_file.Dual, "retrieve", lambda old: lambda self, *args: old(self, *args)[::-1]),
+    (model_file.RoleDecoupled, "read", lambda old: lambda self, *args: old(self, *args)[::-1])])
+def test_a_residual_that_was_changed_loses_its_fused_form_and_says_so(cls, method, changed, monkeypatch):
+    mode = next(m for m, row in RESIDUAL_MODES.items() if row.cls is cls)
+    assert make(mode).fused
+    monkeypatch.setattr(cls, method, changed(getattr(cls, method)))
+    kernels.difference.cache_clear()
+    model = make(mode)
+    assert not model.fused and f"{cls.__name__} and its fused form differ" in model.why_not_fused
+    monkeypatch.undo()
+    kernels.difference.cache_clear()
+    assert make(mode).fused
 
 
 @pytest.mark.parametrize("name", tiers(["attnres", "rd", "delta_block", "dar_block"], "rd"))

@@ -163,7 +163,7 @@ def load_config(argv):
             continue
         key, equals, text = word.removeprefix("--").partition("=")
         parse_key("command line", key)
-        default, kind = SCHEMA[key].default, SCHEMA[key].type
+        default, kind = SCHEMA[key].default, type(SCHEMA[key].default)
         if not equals and kind is bool:
             text = words.popleft() if words and words[0].lower() in ("true", "false") else "true"
         elif not equals:
@@ -211,7 +211,7 @@ def take_shape(values, last):
     else:
         old = load_checkpoint(find_checkpoint(source))["cfg"]
     for key in hub.SHAPE:
-        if key in values and values[key] != getattr(old, key) and (values[key] or SCHEMA[key].type is not int):
+        if key in values and values[key] != getattr(old, key) and (values[key] or type(SCHEMA[key].default) is not int):
             raise UserError(f"{key}={values[key]} contradicts {source}, which has {getattr(old, key)}: leave {key} out")
     if values.get("init", "papers") != "papers":
         raise UserError(f"init={values['init']} has no effect with init_from: leave one of them out")
@@ -269,7 +269,7 @@ def parse_key(place, key):
 def parse_value(place, key, value, from_text=None):
     """Check a value from TOML, or convert one from the command line, to the type of its field."""
     parse_key(place, key)
-    kind = SCHEMA[key].type
+    kind = type(SCHEMA[key].default)
     try:
         if key == "compile" and str(value).lower() in ("true", "false"):
             return "on" if str(value).lower() == "true" else "off"
@@ -520,7 +520,7 @@ def compile_model(model, mode, device, say):
         torch._dynamo.reset()
         return "off, no working compiler"
     model.chunk_loss = torch.compile(model.chunk_loss, dynamic=False)  # head and loss, in every mode alike
-    if model.cfg.route_impl != "reference" and model.fused()[0]:  # the bank is written in place, which no graph likes
+    if model.cfg.route_impl != "reference" and model.fused:  # the bank is written in place, which no graph likes
         for sublayer in model.sublayers:
             sublayer.compile(dynamic=False)
         return "on, sublayers and head"
@@ -1088,13 +1088,13 @@ def introduce(cfg, t, model, data, world, accumulate, say):
     settings = {k: v for c in (cfg, t) for k, v in chosen(c).items() if k not in ("out_dir", "data_dir", "prepare")}
     say(f"settings: {', '.join(f'{k}={v}' for k, v in settings.items()) or 'the defaults'}")
     n, res, budget = model.count(), model.residual, t.max_steps * t.tokens_per_step
-    routing = f", {n['router']:,} of them in the residual" if n["router"] else ""
+    routing = f", {n['residual']:,} of them in the residual" if n["residual"] else ""
     say(f"model: {cfg.residual_mode}, {cfg.n_layer} layers of width {cfg.n_embd}, {n['total']:,} parameters "
         f"({n['non_embedding']:,} without embeddings{routing})")
     if hasattr(res, "depth_block"):
         say(f"depth: {2 * cfg.n_layer} sublayers in {math.ceil(2 * cfg.n_layer / res.depth_block)} depth blocks of "
             f"{res.depth_block}, {res.route_heads} depth head{'s' * (res.route_heads > 1)}")
-        why = "as asked" if cfg.route_impl == "reference" else model.fused()[1]
+        why = "as asked" if cfg.route_impl == "reference" else model.why_not_fused
         say(f"routing: {f'reference ({why})' if why else 'fused'}")
     say(f"data: {t.data_dir}, {data.total:,} train tokens{'' if data.checked else ', checksums not compared'}; "
         f"{t.max_steps:,} steps use {budget:,}, {budget / (data.windows * cfg.seq_len):.2f} epochs")

@@ -12,7 +12,7 @@ import time
 import torch
 import torch.nn.functional as F
 
-from kernels import Chain, Torch, chain_for
+from kernels import Chain, Torch, fused_form, routed
 from model import GPT, RESIDUAL_MODES, GPTConfig
 from train import compile_model
 
@@ -60,19 +60,10 @@ def planes_per_site(mode, n_layer, chunk, **knobs):
     with torch.no_grad():
         residual.init_weights()
     Counted.planes = 0
-    x = routed(chain_for(residual)[0](residual, Counted, chunk), torch.ones(1, 1, 16, requires_grad=True), 2 * n_layer)
+    x = routed(fused_form(residual)[0](residual, Counted, chunk), torch.ones(1, 1, 16, requires_grad=True), 2 * n_layer)
     forward = Counted.planes
     x.sum().backward()
     return forward / (2 * n_layer + 1), (Counted.planes - forward) / (2 * n_layer + 1)
-
-
-def routed(residual, e, n_sublayer):
-    """All reads of a Residual or a Chain, between sublayers that do next to nothing."""
-    state = residual.start(e)
-    for t in range(n_sublayer):
-        a, b = residual.read(t, state)
-        state = residual.write(t, state, 2 * a if a is b else a + b)
-    return residual.read(n_sublayer, state)[0]
 
 
 def stack_and_einsum(query, e, eps=1e-6):
@@ -123,21 +114,22 @@ def ratio(times, name, base="standard"):
 
 def kept_bytes(model, idx, autocast):
     """Bytes that a forward pass keeps for its backward pass, in saved tensors and banks; parameters do not count."""
-    found, ours, make = {}, {p.untyped_storage().data_ptr() for p in model.parameters()}, model.router
+    found, ours, make = {}, {p.untyped_storage().data_ptr() for p in model.parameters()}, model.fused
     chains = []
 
     def keep(x):
         if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in ours:
             found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
-    model.router = lambda: chains.append(make()) or chains[-1]
+    if make:
+        model.fused = lambda residual: chains.append(make(residual)) or chains[-1]
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), autocast():
         loss = model(idx, idx)[1]
-    for chain in (c for c in chains if isinstance(c, Chain)):
+    for chain in chains:
         routes = chain.route if isinstance(chain.route, list) else [chain.route]
         for x in (*chain.banks, *getattr(chain, "y", ()), *(v for r in routes for v in vars(r).values())):
             keep(x)
-    del model.router
+    model.fused = make
     loss.backward()
     model.zero_grad()
     return sum(found.values())

@@ -65,7 +65,7 @@ def finish(keys, folder, steps):
     with open(end / "log.csv", newline="", encoding="utf-8") as f:
         speeds = [float(row["tok_per_s"]) for row in csv.DictReader(f) if row["tok_per_s"]]
     return dict(tokens=steps * t.tokens_per_step, loss=f"{nll:.6f}", documents=documents, machine=machine(t),
-                added=GPT(load_checkpoint(end / "last.pt")["cfg"]).count()["router"], torch=torch.__version__,
+                added=GPT(load_checkpoint(end / "last.pt")["cfg"]).count()["residual"], torch=torch.__version__,
                 tok_per_s=int(np.median(speeds)), commit=commit(), **moved(before, late))
 
 

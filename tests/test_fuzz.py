@@ -171,7 +171,7 @@ class Fuzz:
             return
         cfg, t = train.load_config([arg])
         key, _, text = arg.removeprefix("--").partition("=")
-        found, kind = (dataclasses.asdict(cfg) | dataclasses.asdict(t))[key], train.SCHEMA[key].type
+        found, kind = (dataclasses.asdict(cfg) | dataclasses.asdict(t))[key], type(train.SCHEMA[key].default)
         if kind is bool:
             assert found == (text.lower() == "true") and (text.lower() in ("true", "false") or arg == f"--{key}")
         elif key == "compile" and text.lower() in ("true", "false"):

@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from helpers import (
     run_training, same_weights, shard, TINY_RUN, tokens, TRAIN_ONLY,
 )
 from launch import run_script, started
-from model import GPT, KNOBS, RESIDUAL_MODES, GPTConfig
+from model import GPT, RESIDUAL_MODES, GPTConfig
 from prepare_fineweb import UserError
 
 
@@ -72,9 +73,9 @@ def test_configuration_mistakes_name_the_place_and_the_remedy(tmp_path):
 
 def test_unused_knobs_are_refused_in_every_mode():
     for mode, row in RESIDUAL_MODES.items():
-        for knob, default in KNOBS.items():
-            other = 3 if type(default) is int else True
-            value = next((c for c in model_file.CHOICES.get(knob, ()) if c != default), other)
+        for knob in model_file.all_knobs():
+            default, kind = getattr(GPTConfig, knob), GPTConfig.__dataclass_fields__[knob].type
+            value = next((c for c in get_args(kind) if c != default), 3 if type(default) is int else True)
             if knob in row.knobs:
                 GPTConfig(residual_mode=mode, n_head=3, **{knob: value})
             else:
@@ -247,7 +248,8 @@ def test_configurations_have_the_papers_shapes():
         with torch.device("meta"):
             model = GPT(dataclasses.replace(cfg, vocab_size=vocabulary))
         assert abs(model.count()["total"] / 1e6 - millions) < spread, name
-        assert cfg.residual_mode == "standard" and all(getattr(cfg, k) == v for k, v in KNOBS.items())
+        assert cfg.residual_mode == "standard"
+        assert all(getattr(cfg, k) == getattr(GPTConfig, k) for k in model_file.all_knobs())
         train.check_batch(cfg, t, 8)
         comment = path.read_text(encoding="utf-8").splitlines()[0]
         assert comment.startswith(f"# torchrun --standalone --nproc_per_node=8 train.py configs/{name}.toml")
