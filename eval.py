@@ -96,9 +96,7 @@ def parse_args(argv):
 
 
 def load_model(run, device, dtype):
-    """(model in eval mode, checkpoint, its path) of a run, a Hugging Face folder, a Hub id or a configuration."""
-    if run.endswith(".toml"):
-        return start_of(run, device, dtype)
+    """(model in eval mode, checkpoint, its path) of a run, a Hugging Face folder or a Hub id."""
     saved, path = load_source(run)
     model = build_from(saved, path).to(device, torch.float64 if dtype == torch.float64 else None)
     return model.eval(), saved, path
@@ -227,7 +225,8 @@ def run(args):
     device, _ = choose_device(args.device)
     dtype, _ = choose_dtype(args.dtype, device)
     rank, world = start_processes(device)
-    model, saved, path = load_model(args.run, device, dtype)
+    make = start_of if args.scales and args.run.endswith(".toml") else load_model
+    model, saved, path = make(args.run, device, dtype)
     if args.prompt is not None:
         texts = sample(args, model, saved, device, dtype)
         if rank == 0:

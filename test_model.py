@@ -211,6 +211,31 @@ def test_every_parameter_gets_its_start_from_the_init_function(name):
     assert all(torch.equal(again.state_dict()[n], before[n]) for n in before)
 
 
+@pytest.mark.parametrize("init", ["papers", "gpt2", "fan_in", "zero"])
+def test_each_start_has_the_deviations_of_its_row(init):
+    L, D, F_ = 8, 256, 128
+    shape = dict(n_layer=L, n_embd=D, n_head=4, n_kv_head=2, n_ffn=F_, vocab_size=500, tie_embeddings=False)
+    model = make("standard", randomise=False, init=init, **shape)
+    deep, plain = (2 * L) ** -0.5, init in ("papers", "gpt2")
+    for name, p in model.named_parameters():
+        if name.endswith("gain"):
+            assert (p == 1).all()
+            continue
+        expected = 0.02 if plain else D**-0.5 if name in ("embed.weight", "head.weight") else p.shape[1] ** -0.5
+        if name.endswith(("out.weight", "down.weight")):
+            expected *= {"papers": 1, "gpt2": deep, "fan_in": deep, "zero": 0}[init]
+        assert p.std().item() == pytest.approx(expected, rel=0.03), name
+
+
+def test_a_seed_draws_the_same_weights_whatever_was_drawn_before():
+    first, second = make("standard", seed=1, randomise=False), make("rd", seed=2, randomise=False)
+    for model in (first, second):
+        model.init_weights(seed=7)
+    assert all(torch.equal(p, second.state_dict()[n]) for n, p in first.state_dict().items())
+    torch.manual_seed(7)  # embedding, sublayers, head, in this order
+    assert torch.equal(first.embed.weight, torch.empty(61, 32).double().normal_(std=0.02))
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_modes_of_one_seed_share_all_other_weights(name):
     mine, base = variant(name, randomise=False).state_dict(), make("standard", randomise=False).state_dict()

@@ -202,3 +202,37 @@ def test_data_of_another_tokenizer_is_refused(data, tmp_path, capsys):
         with pytest.raises(SystemExit):
             evaluation.main([str(tmp_path / "a"), f"--data_dir={tmp_path / 'other'}", "--device=cpu", *task])
         assert f"is of the tokenizer {meta['tokenizer']}, but" in capsys.readouterr().err
+
+
+def test_scales_show_a_drowned_embedding(data, tmp_path, capsys):
+    found = {}
+    for init in ("papers", "zero"):
+        lines = f'data_dir = "{data}"', "n_layer = 16", "n_embd = 64", "n_head = 2", "seq_len = 32", f'init = "{init}"'
+        (tmp_path / "start.toml").write_text("\n".join(lines), encoding="utf-8")
+        evaluation.main([str(tmp_path / "start.toml"), "--scales", "--json", "--device=cpu", "--dtype=float64"])
+        found[init] = json.loads(capsys.readouterr().out)
+        assert len(found[init]["sublayers"]) == 32
+    assert found["zero"]["cosine"] == pytest.approx(1) and found["papers"]["cosine"] < 0.6
+    assert all(output == 0 for _, output, _ in found["zero"]["sublayers"])
+
+
+def test_scales_are_those_of_the_stream():
+    model, idx, states = make("standard", n_layer=2), tokens()[:, :16], []
+    embedding, found, cosine = evaluation.scales(model, idx)
+    with torch.no_grad():
+        h = model.trunk(idx, look=lambda site, state: states.append(state[0]))
+    sizes = [x.square().mean().sqrt().item() for x in states]
+    assert [embedding, *(stream for _, _, stream in found)] == pytest.approx(sizes, rel=1e-12)
+    assert cosine == pytest.approx(F.cosine_similarity(h, states[0], dim=-1).mean().item())
+
+
+def test_a_limited_evaluation_is_spread_over_the_split(data):
+    model, val = make("standard", vocab_size=257, seq_len=32), train.Tokens(data, "val", 32, 257)
+    read, old = [], val.read
+    val.read = lambda position, n: read.append(position) or old(position, n)
+    cpu, windows = torch.device("cpu"), -(-(val.total - 1) // 32)
+    loss, count = train.evaluate(model, val, 3, cpu, torch.float64, limit=320)
+    assert count == 320 and len(read) == 10 and read[0] == 0 and read[-1] == 9 * windows // 10 * 32
+    assert max(b - a for a, b in zip(read, read[1:])) <= 32 * -(-windows // 10)
+    assert train.evaluate(model, val, 4, cpu, torch.float64, limit=320)[0] == pytest.approx(loss, abs=1e-12)
+    assert train.evaluate(model, val, 3, cpu, torch.float64, limit=10**9)[1] == val.total - 1
