@@ -81,7 +81,7 @@ MISTAKES = [
     ("train.py --n_layer=1000000000000", "n_layer=1000000000000: must be at most 10,000"),
     ("train.py --seed=" + "9" * 5000, "must be a whole number"),
     (TRAIN + "--tokens_per_step=100", "use --tokens_per_step=64 or --tokens_per_step=128"),
-    (TRAIN + "--tokens_per_step=128 --residual_mode=hc --route_impl=fused", "fused: HyperConnections has no fused form"),
+    (TRAIN + "--tokens_per_step=128 --residual_mode=hc --route_impl=fused", "HyperConnections has no fused form"),
     (TRAIN + "--tokens_per_step=128 --n_ffn=4611686018427387902", "out of memory"),
     (TRAIN + "--tokens_per_step=128 --vocab_size=100", "vocabulary of 257, more than vocab_size=100"),
     ("train.py --data_dir={t}/nothing", "no data in {t}/nothing: prepare it"),
