@@ -268,11 +268,11 @@ def test_resume_after_any_step_gives_the_identical_run(mode, data, tmp_path, mon
         if name == "last.pt":
             kept[content["step"]] = (Path(folder) / name).read_bytes()
     monkeypatch.setattr(train, "save_checkpoint", keep)
-    settings = dict(residual_mode=mode, dtype="float32", save_every=1)
+    settings = dict(residual_mode=mode, dtype="float32", save_every=1, max_steps=4, eval_every=2)
     rows = run_training(data, tmp_path / "whole", **settings)
     monkeypatch.setattr(train, "save_checkpoint", save)
-    assert list(kept) == [0, 1, 2, 3, 4, 5, 6]
-    for step in range(6):
+    assert list(kept) == [0, 1, 2, 3, 4]
+    for step in range(4):
         out = tmp_path / str(step)
         out.mkdir()
         (out / "last.pt").write_bytes(kept[step])
@@ -300,8 +300,8 @@ def test_log_has_what_it_promises(data, tmp_path, capsys):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_loss_and_data_do_not_depend_on_micro_batches(mode, data, tmp_path):
-    runs = [run_training(data, tmp_path / str(n), micro_batch=n, residual_mode=mode, max_steps=4)
-            for n in ((1, 2, 4, 8) if mode == "attnres" else (1, 8))]
+    runs = [run_training(data, tmp_path / str(n), micro_batch=n, residual_mode=mode, max_steps=3, tokens_per_step=128)
+            for n in ((1, 2, 4) if mode == "attnres" else (1, 4))]
     for rows in runs[1:]:
         assert [r["crc"] for r in rows] == [r["crc"] for r in runs[0]]
         for a, b in zip(rows, runs[0]):
@@ -853,22 +853,23 @@ def test_two_runs_at_a_time_do_not_disturb_each_other(options, data, tmp_path):
     assert measured(read_log(tmp_path / "a")) == measured(read_log(tmp_path / "b"))
 
 
-@pytest.mark.parametrize("lacking", ["triton and a compiler", "kernels.py"])
+@pytest.mark.parametrize("lacking", [pytest.param("triton and a compiler", marks=pytest.mark.slow), "kernels.py"])
 def test_what_is_missing_is_said_and_the_rest_works(lacking, data, tmp_path):
     code, place = tmp_path / "code", {"PATH": "/nonexistent", "CC": "/nonexistent/cc", "CXX": "/nonexistent/cc"}
     code.mkdir()
     for path in HERE.glob("*.py"):
         shutil.copy(path, code)
     block = "sys.modules['triton'] = None" if lacking != "kernels.py" else (code / "kernels.py").unlink() or ""
+    forget = "for name in 'model kernels train eval prepare_fineweb'.split(): sys.modules.pop(name, None)"
     argv = flags(data, tmp_path / "run", residual_mode="attnres", dtype="float32", max_steps=2,
                  compile="on" if block else "off")
     driver = code / "driver.py"
-    driver.write_text(f"import sys\n{block}\nimport train\ntrain.main({argv!r})\nimport eval\n"
+    driver.write_text(f"import sys\n{forget}\n{block}\nimport train\ntrain.main({argv!r})\nimport eval\n"
                       f"eval.main([{str(tmp_path / 'run')!r}])\n"
                       f"eval.main([{str(tmp_path / 'run')!r}, '--prompt=a', '--tokens=3'])\n"
                       f"train.main([*{argv!r}, '--route_impl=fused', {f'--out_dir={tmp_path}/fused'!r}])\n", "utf-8")
     cache = tmp_path / "cache"  # a graph that was compiled earlier needs no compiler
-    result = run_script(driver, code=None, fresh=True, TORCHINDUCTOR_CACHE_DIR=str(cache), **place if block else {})
+    result = run_script(driver, code=None, fresh=bool(block), TORCHINDUCTOR_CACHE_DIR=str(cache), **place if block else {})
     assert "step:2/2" in result.stdout and ", perplexity " in result.stdout, result.stderr
     if block:
         assert result.returncode == 0 and "done: 2 steps" in result.stdout.splitlines()[-1]
@@ -916,8 +917,8 @@ def test_a_seed_gives_one_run_and_evaluation_does_not_depend_on_the_batch(mode, 
     assert measured(runs[0]) == measured(runs[1]) and same_weights(tmp_path / "a/last.pt", tmp_path / "b/last.pt")
     device, val = torch.device("cpu"), train.Tokens(data, "val", 32, 257)
     model = evaluation.load_model(tmp_path / "a", device, torch.float32)[0]
-    losses = [train.evaluate(model, val, batch, device, torch.float32, limit=3001) for batch in (1, 7, 64, 10**18)]
-    assert {count for _, count in losses} == {3001} and max(losses)[0] - min(losses)[0] < 1e-6
+    losses = [train.evaluate(model, val, batch, device, torch.float32, limit=1001) for batch in (1, 7, 10**18)]
+    assert {count for _, count in losses} == {1001} and max(losses)[0] - min(losses)[0] < 1e-6
 
 
 @pytest.mark.long
