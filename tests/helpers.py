@@ -32,8 +32,8 @@ VARIANTS = {m: (m, {}) for m in MODES} | {
     "mhar_delta: size 1": ("mhar_delta", dict(depth_block=1)), "dar: dynamic": ("dar", dict(dynamic_gates=True)),
     "hc: dynamic": ("hc", dict(dynamic_gates=True)), "hc: 2 streams": ("hc", dict(n_streams=2)),
     "mhc: 2 streams": ("mhc", dict(n_streams=2))}
-SHIPPED = ("standard attnres attnres_block attnres_cumulative delta delta_block mhar mhar_block mhar_delta rd dar "
-           "dar_block hc mhc").split()
+SHIPPED = ("standard attnres attnres_block attnres_cumulative static_block delta delta_block mhar mhar_block "
+           "mhar_delta rd dar dar_block hc mhc").split()
 OWN = [m for m in MODES if m not in SHIPPED]  # modes that a reader has added: every test that applies runs over them
 SMALL = dict(vocab_size=61, n_layer=3, n_head=4, n_kv_head=2, n_embd=32, n_ffn=48, seq_len=16)
 

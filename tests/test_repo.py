@@ -1,6 +1,7 @@
 """README, and what holds for all files: command lines, small print."""
 import re
 import shlex
+import shutil
 import signal
 from pathlib import Path
 
@@ -15,18 +16,22 @@ from launch import run_script
 from model import RESIDUAL_MODES
 
 
-def test_readme_tells_the_truth():
+@pytest.mark.parametrize("mode", MODES)
+def test_readme_has_a_row_for_each_mode(mode):
+    row = RESIDUAL_MODES[mode]
+    added = row.added.replace("*", "·")
+    expected = f"| `{mode}` | {row.reads} | {row.stores} | {added} | {row.paper} | `{row.cls.__name__}` |"
+    assert expected in (HERE / "README.md").read_text(encoding="utf-8"), "this row is not in README's table of modes"
+
+
+def test_every_command_of_the_readme_parses():
     readme = (HERE / "README.md").read_text(encoding="utf-8")
-    for name, row in RESIDUAL_MODES.items():
-        added = row.added.replace("*", "·")
-        expected = f"| `{name}` | {row.reads} | {row.stores} | {added} | {row.paper} | `{row.cls.__name__}` |"
-        assert expected in readme, f"README's table of modes needs this row: {expected}"
     parsers = {"train.py": train.load_config, "eval.py": evaluation.parse_args,
                "prepare_fineweb.py": prepare_fineweb.parse_args}
     blocks = "".join(re.findall(r"```bash\n(.*?)```", readme, re.S))
     commands = re.findall(r"(?:python|torchrun [^&\n]*?) (\w+\.py)(.*)", blocks)
     assert len(commands) > 8 and {script for script, _ in commands} == {*parsers}
-    for script, argv in commands:  # every command parses
+    for script, argv in commands:
         parsers[script](shlex.split(argv, comments=True))
 
 
@@ -122,3 +127,44 @@ def test_a_command_line_with_a_mistake_ends_in_one_line(command, message, places
     output = [*result.stdout.splitlines(), *result.stderr.splitlines()]
     assert result.returncode not in (0, -signal.SIGKILL) and len(result.stderr.splitlines()) == 1, result
     assert output[-1].startswith(words[0]) and message.format(**places) in output[-1], result
+
+
+OWN_MODES = """
+
+class PatchyRes(AttnRes):
+    \"\"\"What an experiment may look like: weights that are zero, negative, and sum to anything.\"\"\"
+
+    def weights(self, route, keys):
+        z = depth_logits(self.query[route].view(self.route_heads, -1), keys, self.eps)
+        return (2.5 * z.softmax(0) - 0.2) * (z >= z.mean(0) - 0.5)
+
+
+RESIDUAL_MODES["patchy"] = RESIDUAL_MODES["attnres_block"]._replace(cls=PatchyRes, exact_start=False)
+"""
+
+
+@pytest.mark.slow
+def test_an_own_mode_that_is_pasted_into_the_model_passes_every_test_that_applies(tmp_path, monkeypatch):
+    """README's example and a wilder one: all tests of attnres run over them too, and README's row alone is missing."""
+    copy = tmp_path / "copy"
+    shutil.copytree(HERE, copy, ignore=lambda folder, names: {n for n in names if n.startswith(".") or n in (
+        "runs", "data", "__pycache__")})
+    example, = re.findall(r"```python\n(class .*?)```", (copy / "README.md").read_text(encoding="utf-8"), re.S)
+    model = copy / "model.py"
+    before, table, after = re.split(r"(\nRESIDUAL_MODES = \{\n.*?\n\}\n)", model.read_text("utf-8"), flags=re.S)
+    model.write_text(f"{before}{table}\n\n{example}{OWN_MODES}{after}", "utf-8")
+    monkeypatch.chdir(copy)
+
+    def pytest_says(*args):
+        return run_script("-m", "pytest", "-p", "no:cacheprovider", *args, fresh=True, code=None, limit=1200).stdout
+    listed = re.findall(r"(\S+::\w+)\[(.*)\]", pytest_says("--collect-only", "-q", "-o", "addopts="))
+
+    def tests_of(mode):
+        return {test for test, values in listed if re.search(rf"(^|-){mode}(-|$)", values)}
+    special = {"test_fused", "test_triton", "test_bytes", "test_inductor", "test_sources"}
+    for mode in ("sigmoid", "patchy"):
+        missing = {t for t in tests_of("attnres") - tests_of(mode) if not re.search("|".join(special), t)}
+        assert missing == set()
+        said = pytest_says("-k", mode, "-rfEs")
+        failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", said, re.M)
+        assert failed == [f"tests/test_repo.py::test_readme_has_a_row_for_each_mode[{mode}]"], said

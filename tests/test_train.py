@@ -71,16 +71,16 @@ def test_configuration_mistakes_name_the_place_and_the_remedy(tmp_path):
     assert "depth_block" in config_error("--residual_mode=attnres", "--depth_block=2")
 
 
-def test_unused_knobs_are_refused_in_every_mode():
-    for mode, row in RESIDUAL_MODES.items():
-        for knob in model_file.all_knobs():
-            default, kind = getattr(GPTConfig, knob), GPTConfig.__dataclass_fields__[knob].type
-            value = next((c for c in get_args(kind) if c != default), 3 if type(default) is int else True)
-            if knob in row.knobs:
-                GPTConfig(residual_mode=mode, n_head=3, **{knob: value})
-            else:
-                with pytest.raises(ValueError, match=f"{knob}=.* has no effect in residual_mode={mode}"):
-                    GPTConfig(residual_mode=mode, **{knob: value})
+@pytest.mark.parametrize("mode", MODES)
+def test_unused_knobs_are_refused(mode):
+    for knob in model_file.all_knobs():
+        default, kind = getattr(GPTConfig, knob), GPTConfig.__dataclass_fields__[knob].type
+        value = next((c for c in get_args(kind) if c != default), 3 if type(default) is int else True)
+        if knob in RESIDUAL_MODES[mode].knobs:
+            GPTConfig(residual_mode=mode, n_head=3, **{knob: value})
+        else:
+            with pytest.raises(ValueError, match=f"{knob}=.* has no effect in residual_mode={mode}"):
+                GPTConfig(residual_mode=mode, **{knob: value})
 
 
 def test_written_configuration_can_be_passed_back(tmp_path):
@@ -861,15 +861,16 @@ def test_what_is_missing_is_said_and_the_rest_works(lacking, data, tmp_path):
         shutil.copy(path, code)
     block = "sys.modules['triton'] = None" if lacking != "kernels.py" else (code / "kernels.py").unlink() or ""
     forget = "for name in 'model kernels train eval prepare_fineweb'.split(): sys.modules.pop(name, None)"
-    argv = flags(data, tmp_path / "run", residual_mode="attnres", dtype="float32", max_steps=2,
-                 compile="on" if block else "off")
+    argv, fused = (flags(data, tmp_path / name, residual_mode="attnres", dtype="float32", max_steps=2,
+                         compile="on" if block else "off") for name in ("run", "fused"))
     driver = code / "driver.py"
     driver.write_text(f"import sys\n{forget}\n{block}\nimport train\ntrain.main({argv!r})\nimport eval\n"
                       f"eval.main([{str(tmp_path / 'run')!r}])\n"
                       f"eval.main([{str(tmp_path / 'run')!r}, '--prompt=a', '--tokens=3'])\n"
-                      f"train.main([*{argv!r}, '--route_impl=fused', {f'--out_dir={tmp_path}/fused'!r}])\n", "utf-8")
+                      f"train.main([*{fused!r}, '--route_impl=fused'])\n", "utf-8")
     cache = tmp_path / "cache"  # a graph that was compiled earlier needs no compiler
-    result = run_script(driver, code=None, fresh=bool(block), TORCHINDUCTOR_CACHE_DIR=str(cache), **place if block else {})
+    result = run_script(driver, code=None, fresh=bool(block), TORCHINDUCTOR_CACHE_DIR=str(cache),
+                        **place if block else {})
     assert "step:2/2" in result.stdout and ", perplexity " in result.stdout, result.stderr
     if block:
         assert result.returncode == 0 and "done: 2 steps" in result.stdout.splitlines()[-1]
