@@ -30,8 +30,8 @@ import torch
 import hub
 from model import GPT, AttnRes, depth_logits, span
 from prepare_fineweb import Parser, UserError, get_encoding
-from train import (Tokens, autocast, build_from, choose_device, choose_dtype, evaluate, guard, load_config,
-                   load_source, read_meta, start_processes)
+from train import (Tokens, autocast, build_from, check_agreement, choose_device, choose_dtype, evaluate, guard,
+                   load_config, load_source, read_meta, start_processes, weights_checksum)
 
 
 def parse_args(argv):
@@ -132,6 +132,8 @@ def check_tokenizer(args, saved, name):
 def measure(args, model, saved, device, dtype, rank, world):
     """Loss on a whole split as a dictionary; the same on every rank."""
     data, meta = open_split(args, model, saved)
+    check_agreement({"the step": saved["step"], "the checksum of the weights": weights_checksum(model), "the data's "
+                     "crc32": data.crc, "--batch": args.batch, "the dtype": str(dtype)})
 
     def show(part):
         if sys.stderr.isatty() and rank == 0:

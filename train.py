@@ -459,13 +459,13 @@ def check_launch():
     for name in () if launched() else SIZES:
         if os.environ.get(name, "1") not in ("", "0", "1"):
             missing = ", ".join(n for n in LAUNCH if n not in os.environ)
+            program = Path(sys.argv[0]).name or "train.py"
             raise UserError(
-                f"{name}={os.environ[name]} looks like several processes, but without {missing} each trains alone. "
-                "One machine: torchrun --standalone --nproc_per_node=GPUS train.py ...; several: srun "
+                f"{name}={os.environ[name]} is set, as for several processes, but not {missing}: each would run alone. "
+                f"One machine: torchrun --standalone --nproc_per_node=GPUS {program} ...; several: srun "
                 "--ntasks-per-node=1 python -m torch.distributed.run --nnodes=NODES --nproc_per_node=GPUS "
-                "--rdzv_backend=c10d --rdzv_endpoint=FIRST_NODE:PORT train.py ...; one process only: "
-                f"env -u {name} python train.py ...")
-
+                f"--rdzv_backend=c10d --rdzv_endpoint=FIRST_NODE:PORT {program} ...; one process only: "
+                f"env -u {name} python {program} ...")
 
 
 def choose_device(requested):
@@ -833,14 +833,18 @@ def start_facts(cfg, t, dtype, start, about_data, val, model):
     here, config = Path(__file__).resolve().parent, asdict(cfg) | asdict(t)
     code = b"".join(path.read_bytes() for name in ("model", "kernels", "train", "prepare_fineweb")
                     if (path := here / f"{name}.py").exists())
-    bits = sum(int(p.detach().view(torch.int32 if p.element_size() == 4 else torch.int64).sum(dtype=torch.int64))
-               for p in model.parameters())  # of integers, so that no order of summation matters
     facts = {"the step to go on from": start, "the dtype": str(dtype), "the version of PyTorch": torch.__version__,
              "the checksum of the code": f"{zlib.crc32(code):08x}", **{
                  f"the data's {k}": v for k, v in about_data.items()}, "the val data": val and f"{val.crc:08x}"}
     facts |= {k: v for k, v in config.items() if k not in ("data_dir", "prepare", "out_dir", "device", "tracker")}
-    return facts | {"the checksum of the weights": f"{bits % 2**64:016x}"}
+    return facts | {"the checksum of the weights": weights_checksum(model)}
 
+
+def weights_checksum(model):
+    """Sum of the bit patterns: of integers, so that no order of summation matters."""
+    bits = sum(int(p.detach().view(torch.int32 if p.element_size() == 4 else torch.int64).sum(dtype=torch.int64))
+               for p in model.parameters())
+    return f"{bits % 2**64:016x}"
 
 
 def on_first_rank(function, *args):

@@ -72,9 +72,9 @@ def clear_launch(monkeypatch):
 
 
 @pytest.mark.parametrize("variables, complaint", [
-    (dict(RANK="0", WORLD_SIZE="2"), "WORLD_SIZE=2 .*without LOCAL_RANK, MASTER_ADDR, MASTER_PORT each.*torchrun"),
+    (dict(RANK="0", WORLD_SIZE="2"), "WORLD_SIZE=2 .*but not LOCAL_RANK, MASTER_ADDR, MASTER_PORT.*torchrun"),
     (dict(SLURM_NTASKS="8"), "SLURM_NTASKS=8 .*srun --ntasks-per-node=1 .*--nnodes=.*env -u SLURM_NTASKS python"),
-    (dict(OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_RANK="1"), "OMPI_COMM_WORLD_SIZE=2 looks like several processes"),
+    (dict(OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_RANK="1"), "OMPI_COMM_WORLD_SIZE=2 is set, as for several"),
     (dict(PMI_SIZE="2"), "PMI_SIZE=2"),
     (dict(TORCHRUN, SLURM_NTASKS="2"), ""),  # all that a process of several needs, whoever set it
     (dict(RANK="1"), ""), (dict(WORLD_SIZE="1", RANK="0", SLURM_NTASKS="1"), ""), ({}, ""),  # left behind, or nothing
@@ -142,6 +142,26 @@ def test_processes_that_disagree_stop_before_the_first_step(shards, tmp_path, mo
             train.check_agreement(mine)
     gathered[:] = mine, mine, facts(shards, "elsewhere")
     train.check_agreement(mine)
+
+
+def test_processes_that_disagree_do_not_evaluate(shards, tmp_path, monkeypatch):
+    """Two machines with checkpoints of their own would give the mean of two models."""
+    import eval as evaluation
+    run(shards, tmp_path / "a", stop_after=2)
+    run(shards, tmp_path / "b", stop_after=4)
+    args = evaluation.parse_args([str(tmp_path / "a")])
+    device, models = torch.device("cpu"), [
+        evaluation.load_model(str(tmp_path / name), torch.device("cpu"), torch.float32)[:2] for name in "ab"]
+    seen = []
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation, "check_agreement", seen.append)
+        for model, saved in models:
+            evaluation.measure(args, model, saved, device, torch.float32, 0, 1)
+    monkeypatch.setattr(train.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(train.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(train.dist, "all_gather_object", lambda out, own: out.__setitem__(slice(None), seen))
+    with pytest.raises(UserError, match="the processes disagree: the step is 2 on rank 0 and 4 on rank 1"):
+        evaluation.measure(args, *models[0], device, torch.float32, 0, 2)
 
 
 @pytest.mark.slow
