@@ -98,6 +98,8 @@ def draw_tuning(plt, args, study, arms, rows, results, ngrams, tokens, colours):
 
 def draw_loss(plt, args, study, arms, rows, results, ngrams, tokens, colours):
     """Losses of finished runs beside the n-gram losses of the same tokens."""
+    if not results:
+        return None
     fig, ax = plt.subplots(figsize=(7, 4.5))
     for name, r in results.items():
         ax.plot([tokens[n] for n in r["loss"]], list(r["loss"].values()), "o-", ms=4, color=colours[name], label=name)
@@ -107,7 +109,7 @@ def draw_loss(plt, args, study, arms, rows, results, ngrams, tokens, colours):
         ax.plot([int(g["tokens"]) for g in counted], y, ":", color="0.5", lw=1)
         ax.annotate(f"{n}-gram counts", (int(counted[-1]["tokens"]), y[-1]), fontsize=7, color="0.4", ha="right",
                     va="bottom")
-    millions(ax, sorted({tokens[n] for r in results.values() for n in r["loss"]}) or [1])
+    millions(ax, sorted({tokens[n] for r in results.values() for n in r["loss"]}))
     ax.set_ylabel("val loss (nats per token)")
     ax.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
     return fig

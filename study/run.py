@@ -31,7 +31,7 @@ from prepare_fineweb import Parser, UserError, lock_folder
 from study import stats
 from study.bench import Clock, kept_bytes
 from study.cell import configure, machine, split_losses
-from study.plan import COLUMNS, left_to_train, read_config, read_rows, wanted, write_rows
+from study.plan import COLUMNS, left_to_train, read_config, read_rows, trials, wanted, write_rows
 from study.table import compare, markdown, text_table
 from train import autocast, choose_device, choose_dtype, guard, launched, open_data, prepare_data
 
@@ -248,8 +248,8 @@ def run(args):
         if cell.arm in arms and row["settings"] != arms[cell.arm].settings:
             raise UserError(f"{args.out}/rows.csv has runs of {cell.arm} with other settings than {args.config} has "
                             "now: give another --out")
-    lock = lock_folder(args.out, "running a study in")
-    failed = ()
+    Path(args.out).mkdir(parents=True, exist_ok=True)
+    lock, failed = args.minutes and lock_folder(args.runs, "running a study in"), ()
     if args.minutes or args.speed or args.test:
         cfg, t = configure(arms["standard"].keys)
         prepare_data(t)
@@ -265,22 +265,27 @@ def run(args):
     if args.minutes and not args.test:
         failed = train_all(args, study, arms, rows, data)
     results = compare(study, arms, rows)
-    missing = [n for n in arms if n not in results]
+    tried = {n: len(trials(study, rows, n)) for n in arms if n not in results}
+    missing = {n: f"not run, {k} of {study.trials} trials" if k else "not run" for n, k in tried.items()}
     print(text_table(study, results, missing))
     if not study.trials:
         print(f"Nothing was tuned: all arms have lr {configure(arms['standard'].keys)[1].lr:g}.")
     for name, r in results.items():
         if d := r["diffs"].get(study.steps[-1]):
             print(stats.sentence(name, r["base"], d, r["p"]), flush=True)
+    left = sum(runs for runs, _ in left_to_train(study, arms, rows).values())
+    state = f"{left} runs are left: python -m study.run {args.config} trains them" if left else "No run is left."
     if rows:
         ngrams, speed = store_ngrams(args, study, arms, rows), read_table(Path(args.out) / "speed.csv")
-        (Path(args.out) / "table.md").write_text(markdown(study, results, missing, claims, speed), encoding="utf-8")
+        text = markdown(study, results, missing, claims, speed)
+        (Path(args.out) / "table.md").write_text(f"{text}\n{state}\n", encoding="utf-8")
         if find_spec("matplotlib"):
             from study.figures import draw
             draw(args, study, arms, rows, results, ngrams)
         none = "" if find_spec("matplotlib") else "; no figures: pip install matplotlib"
-        print(f"rows.csv, table.md and figures are in {args.out}{none}")
-    lock.close()
+        print(f"rows.csv, table.md and figures are in {args.out}{none}. {state}")
+    if lock:
+        lock.close()
     if failed:
         raise UserError(f"{len(failed)} runs failed: {', '.join(sorted(failed))}; see log.txt in their folders")
 

@@ -57,7 +57,7 @@ def small(p):
 
 
 def text_table(study, results, missing):
-    """At most 100 columns."""
+    """At most 100 columns. missing: {arm: what there is of it}"""
     main = study.steps[-1]
     lines = [f"{'arm':24} {'lr':>7} {'x':>3} {'loss':>7}  {'vs base':>7}  {'95 % interval':>16}  {'won':>4}  {'p':>6}  "
              "verdict"]
@@ -66,7 +66,7 @@ def text_table(study, results, missing):
         if d := r["diffs"].get(main):
             line += f"  {d.mean:+7.3f}  {interval(d):>16}  {d.won:>2}/{d.n}  {small(r['p']):>6}  {(*r['words'], '')[0]}"
         lines.append(line)
-    return "\n".join([*lines, *(f"{name[:24]:24} not run" for name in missing)])
+    return "\n".join([*lines, *(f"{name[:24]:24} {state}" for name, state in missing.items())])
 
 
 def markdown(study, results, missing, claims, speed):
@@ -85,7 +85,7 @@ def markdown(study, results, missing, claims, speed):
         table[-1] += [f"{d.won}/{d.n}", small(r["p"]) if d.n > 1 else ""] if d else ["", ""]
         table[-1] += [f"{r['gain']:.2f} ×" if r["gain"] else "", "{speed} ({low} to {high})".format(**s) if s else ""]
         table[-1] += [", ".join(r["words"])]
-    table += [[f"`{name}`", "not run", *[""] * (len(head) - 2)] for name in missing]
+    table += [[f"`{name}`", state, *[""] * (len(head) - 2)] for name, state in missing.items()]
     text = grid(head, table)
     if not claims:
         return text

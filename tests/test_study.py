@@ -254,9 +254,9 @@ def test_verdicts_follow_from_the_rows(small):
     assert {n: results[n]["p"] for n in single} == single | corrected and corrected["rd"] > single["rd"]
     assert results["attnres_block"]["gain"] == pytest.approx(math.exp(0.03 / 0.5), abs=0.01)
     claim = dict(text="x", paper="y", nat=-0.01, arm="attnres_block", base="rd")
-    shown = table.markdown(study, results, ["hc"], [claim], {})
+    shown = table.markdown(study, results, {"hc": "not run"}, [claim], {})
     assert re.search(r"same sign, (0.9|1.0|1.1) × \| gain \|", shown) and "| `hc` | not run |" in shown
-    lines = table.text_table(study, results, ["hc"]).splitlines()
+    lines = table.text_table(study, results, {"hc": "not run"}).splitlines()
     assert len(lines) == 8 and max(map(len, lines)) <= 100
 
 
@@ -290,7 +290,7 @@ def test_a_study_from_its_configuration_to_its_sentence(small, tmp_path, monkeyp
     assert "nothing to train" in again and (tmp_path / "out/rows.csv").read_bytes() == stored
     assert again.splitlines()[-3:] == first.splitlines()[-3:]
     assert {p.name for p in (tmp_path / "out").iterdir()} == {
-        "rows.csv", "table.md", "ngrams.csv", "lock", "difference.png", "loss.png", "depth.png"}
+        "rows.csv", "table.md", "ngrams.csv", "difference.png", "loss.png", "depth.png"}
     text = (tmp_path / "out/table.md").read_text(encoding="utf-8")
     rows = plan.read_rows(tmp_path / "out/rows.csv")
     assert len(rows) == 8 and {c.steps for c in rows} == {5, 10} and {c.seed for c in rows} == {1, 2}
