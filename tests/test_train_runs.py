@@ -1,4 +1,4 @@
-"""Tests of train.py: starts, ends, run folders and what is said. Training runs in this process, in tiny shapes."""
+"""Runs of train.py from launch to end: processes, signals, the run folder, trackers, the order of data, messages."""
 import csv
 import os
 import re
@@ -12,28 +12,19 @@ import numpy as np
 import pytest
 import torch
 
-HERE = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(HERE))
-
-import train  # noqa: E402
-from prepare_fineweb import UserError  # noqa: E402
+import train
+from helpers import HERE, measured, same_weights, shard
+from prepare_fineweb import UserError
 
 TORCHRUN = dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-
-
-def write_shard(path, tokens):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    header = np.zeros(256, "<i4")
-    header[:3] = 20240520, 1, len(tokens)
-    path.write_bytes(header.tobytes() + np.asarray(tokens, "<u2").tobytes())
 
 
 @pytest.fixture(scope="session")
 def shards(tmp_path_factory):
     """2,000 train and 600 val tokens out of 8 of 61, without a meta.json."""
     folder, rng = tmp_path_factory.mktemp("shards"), np.random.default_rng(0)
-    write_shard(folder / "x_train_0.bin", rng.integers(8, size=2000))
-    write_shard(folder / "x_val_0.bin", rng.integers(8, size=600))
+    shard(folder / "x_train_0.bin", rng.integers(8, size=2000))
+    shard(folder / "x_val_0.bin", rng.integers(8, size=600))
     return folder
 
 
@@ -122,8 +113,8 @@ def facts(data, out, start=0, seed=1, **settings):
 
 
 def test_processes_that_disagree_stop_before_the_first_step(shards, tmp_path, monkeypatch):
-    write_shard(tmp_path / "d/x_train_0.bin", [1] * 2000)
-    write_shard(tmp_path / "d/x_val_0.bin", [1] * 600)
+    shard(tmp_path / "d/x_train_0.bin", [1] * 2000)
+    shard(tmp_path / "d/x_val_0.bin", [1] * 600)
     mine, gathered = facts(shards, "a"), []
     monkeypatch.setattr(train.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(train.dist, "get_world_size", lambda: 3)
@@ -142,6 +133,21 @@ def test_processes_that_disagree_stop_before_the_first_step(shards, tmp_path, mo
             train.check_agreement(mine)
     gathered[:] = mine, mine, facts(shards, "elsewhere")
     train.check_agreement(mine)
+
+
+def test_the_comparison_comes_before_anything_is_written(shards, tmp_path, monkeypatch):
+    run(shards, tmp_path / "a", stop_after=4)
+    before = {p: p.read_bytes() for p in (tmp_path / "a").iterdir() if p.is_file()}
+    seen = []
+
+    def disagree(facts):
+        seen.append(facts)
+        raise UserError("the processes disagree")
+    monkeypatch.setattr(train, "check_agreement", disagree)
+    with pytest.raises(UserError, match="the processes disagree"):
+        run(shards, tmp_path / "a", resume="true")
+    assert seen[0]["the step to go on from"] == 4 and seen[0]["lr"] == 0.01
+    assert {p: p.read_bytes() for p in (tmp_path / "a").iterdir() if p.is_file()} == before
 
 
 def test_processes_that_disagree_do_not_evaluate(shards, tmp_path, monkeypatch):
@@ -187,15 +193,6 @@ def test_two_machines_without_a_shared_disk_stop_instead_of_training_apart(shard
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Signals and the end
-
-
-def measured(rows):
-    return [{k: v for k, v in r.items() if k not in ("tok_per_s", "ms", "mem_mb", "wait_ms")} for r in rows]
-
-
-def same_weights(a, b):
-    a, b = (torch.load(path, weights_only=True)["model"] for path in (a, b))
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
 def same_run(a, b):
@@ -479,7 +476,7 @@ def test_tensorboard_curves_do_not_go_back_after_a_crash(shards, tmp_path, monke
 
 @pytest.mark.parametrize("total, seq_len", [(128, 64), (127, 64), (66, 64), (200, 64), (1001, 10), (65, 64)])
 def test_every_token_of_a_small_corpus_is_seen_equally_often(total, seq_len, tmp_path):
-    write_shard(tmp_path / "x_train_0.bin", np.arange(total))
+    shard(tmp_path / "x_train_0.bin", np.arange(total))
     data = train.Tokens(tmp_path, "train", seq_len, total)
     epochs = 60
     starts = data.order(3, 0, epochs * data.windows)
@@ -519,14 +516,14 @@ def test_data_is_read_ahead_in_the_same_order(shards, tmp_path):
 
 
 def test_checksums_of_batches_tell_other_data_apart(shards, tmp_path):
-    write_shard(tmp_path / "d/x_train_0.bin", [1] * 2000)
+    shard(tmp_path / "d/x_train_0.bin", [1] * 2000)
     rows = [run(data, tmp_path / name, eval_every=0, max_steps=2) for data, name in (
         (shards, "a"), (tmp_path / "d", "b"))]
     assert all(a["crc"] != b["crc"] for a, b in zip(*rows)) and float(rows[0][0]["wait_ms"]) >= 0
 
 
 def test_a_mistake_in_the_data_that_is_read_ahead_is_told(tmp_path):
-    write_shard(tmp_path / "d/x_train_0.bin", [70] * 2000)
+    shard(tmp_path / "d/x_train_0.bin", [70] * 2000)
     with pytest.raises(UserError, match="x_train_0.bin holds token 70, but the model has vocab_size=61"):
         run(tmp_path / "d", tmp_path / "a", eval_every=0)
 
