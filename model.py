@@ -4,15 +4,15 @@ The model is a Qwen3-style decoder: RMSNorm before each sublayer, rotary positio
 attention, SwiGLU, no biases. What a sublayer reads and where its output goes is decided by one module, the residual:
 
     state = residual.start(e)               token embedding -> state, a tuple of (B, T, D) tensors
-    h_qk, h_v = residual.read(site, state)  normalised input of sublayer `site` (one tensor twice, unless roles differ)
+    h_qk, h_v = residual.read(site, state)  normalised input of sublayer `site`: one tensor twice, unless roles differ
     state = residual.write(site, state, y)  the sublayer's output enters a new state
 
 Words.   A *layer* is attention + MLP; a *sublayer* is one of the two. *Site* s = 0 .. 2L-1 is the input of sublayer s
          (even: attention, odd: MLP), site 2L is the input of the head. A *source* is a tensor that a site may read. A
          *depth block* is a run of sublayers whose outputs are summed into one source. A *route* is one softmax over
          sources; a *depth head* is a group of channels with a softmax of its own.
-Letters. B batch, T time, D width, V vocabulary, L layers, S sources, G depth heads, H attention heads, K channels per
-         head; e embedding, y output of a sublayer, x running sum, h what a site reads, alpha the weights of a route.
+Letters. B batch, T time, D width, V vocabulary, L layers, S sources of a site, G depth heads, K channels per head;
+         e embedding, y output of a sublayer, x running sum, h what a site reads (its sublayer gets norm(h)).
 
     python train.py configs/tiny.toml --residual_mode=attnres_block
 
@@ -36,7 +36,7 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass
 class GPTConfig:
-    """Shape and residual mode of a model. Derives the shape's zeros; raises ValueError on what cannot work."""
+    """Shape and residual mode of a model. Fills in fields left at 0; raises ValueError on what cannot work."""
     vocab_size: int = 0  # tokens in the vocabulary; 0 = that of the data
     n_layer: int = 12  # layers, each attention + MLP
     n_head: int = 12  # query heads
@@ -92,7 +92,7 @@ class GPTConfig:
         """Value in force of a residual knob: the user's or, while that is the field's default, the mode's own."""
         row, value = RESIDUAL_MODES[self.residual_mode], getattr(self, name)
         if value == getattr(GPTConfig, name):
-            value = (row.knobs | row.fixed).get(name, value) or value
+            value = (row.knobs | row.fixed).get(name, value)
         return value(self) if callable(value) else value
 
 
@@ -163,6 +163,12 @@ def rotate(x, rope):
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
+def exact_linear(x, weight):
+    """F.linear in at least fp32, also under autocast: for gates and connections."""
+    with torch.autocast(x.device.type, enabled=False):
+        return F.linear(x.to(weight.dtype), weight)
+
+
 def depth_logits(query, keys, eps):
     """z_i = <query_g, key_i,g> / rms(key_i): query (D,) or (G, D/G), keys S x (B, T, D) -> (S, B, T, G), at least fp32.
 
@@ -177,75 +183,12 @@ def depth_logits(query, keys, eps):
 
 
 def depth_sum(weights, values):
-    """sum_i weights[i] values[i]: weights S x (B, T, G), or (G,) for all tokens, values S x (B, T, D) -> (B, T, D)."""
+    """sum_i weights[i] values[i]: values S x (B, T, D), weights S tensors that broadcast to (B, T, G) -> (B, T, D)."""
     out = None
     for w, value in zip(weights, values):
         part = w.unsqueeze(-1) * value.unflatten(-1, (w.shape[-1], -1))  # (B, T, G, D/G) in at least fp32
         out = part if out is None else out + part
     return out.flatten(-2).to(values[0].dtype)
-
-
-def exact_linear(x, weight):
-    """F.linear in at least fp32, also under autocast: for gates and connections."""
-    with torch.autocast(x.device.type, enabled=False):
-        return F.linear(x.to(weight.dtype), weight)
-
-
-CHUNK = 2**24  # logits, 64 MB in fp32: fewer are not worth a cut
-
-
-def chunk_loss(x, weight, targets, scale, dw):
-    """Rows x (n, D), targets (n,) of `HeadLoss` -> scale * sum of their losses, and their gradients: dx, added to dw.
-    Without dw (V, D) no gradients."""
-    z = (x @ weight.t()).to(scale.dtype).log_softmax(-1)
-    at, valid = targets.clamp(min=0)[:, None], targets[:, None] >= 0
-    loss = (z.gather(1, at) * valid).sum() * -scale
-    if dw is None:
-        return loss, None
-    dz = z.exp_().scatter_add_(1, at, torch.full_like(at, -1, dtype=z.dtype)).mul_(valid * scale).to(x.dtype)
-    if dw.dtype == x.dtype:
-        dw.addmm_(dz.t(), x)
-    else:
-        dw.add_(dz.t() @ x)
-    return loss, dz @ weight
-
-
-class HeadLoss(torch.autograd.Function):
-    """Mean cross-entropy of logits x @ weight.T that never exist as a whole: (N, D), (V, D), (N,) -> a number.
-
-    Rows are taken in chunks, of which each has its gradients made at once (as in Liger, arXiv 2410.10989): nothing is
-    computed twice. Products are in the precision of x; logits, losses and sums over chunks are in at least fp32.
-    """
-
-    @staticmethod
-    def forward(ctx, x, weight, targets, chunk, gradients):
-        n = min(8, 1 + x.shape[0] * weight.shape[0] // CHUNK)
-        scale = 1 / (targets >= 0).sum().to(at_least_fp32(x.dtype))
-        dw = torch.zeros_like(weight, dtype=scale.dtype) if gradients else None
-        weight, loss, dx = weight.to(x.dtype), 0.0, []
-        for rows in zip(x.chunk(n), targets.chunk(n)):
-            part = chunk(rows[0], weight, rows[1], scale, dw)
-            loss = loss + part[0]
-            dx.append(part[1])
-        if gradients:
-            ctx.save_for_backward(torch.cat(dx), dw)
-        return loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, d):
-        dx, dw = ctx.saved_tensors
-        return dx * d, dw.mul_(d), None, None, None  # in place: there is no larger matrix
-
-
-def span(first, last):
-    """Name of a sum of sublayer outputs: `attn 3`, `layer 3`, `layers 3-4`, `attn 3 - attn 5`."""
-    names = [f"{('attn', 'mlp')[s % 2]} {s // 2 + 1}" for s in (first, last)]
-    if first == last:
-        return names[0]
-    if first % 2 or not last % 2:
-        return " - ".join(names)
-    return f"layer {last // 2 + 1}" if last == first + 1 else f"layers {first // 2 + 1}-{last // 2 + 1}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -263,13 +206,15 @@ class Residual(nn.Module):
     def start(self, e):
         """Embedding (B, T, D) -> state, in the compute dtype, so that streams and sources have it in every mode."""
         device = e.device.type
-        return (e.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else e,)
+        if torch.is_autocast_enabled(device):
+            e = e.to(torch.get_autocast_dtype(device))
+        return (e,)
 
     def read(self, site, state):
         """Normalised input of a sublayer: (for queries and keys, for values); MLP and head take the first. The norm's
         gain is the sublayer's own."""
-        x = rms_norm(state[0], self.eps)
-        return x, x
+        normed = rms_norm(state[0], self.eps)
+        return normed, normed
 
     def write(self, site, state, y):
         """The state after sublayer `site` has returned y (B, T, D)."""
@@ -288,12 +233,16 @@ class Residual(nn.Module):
 class AttnRes(Residual):
     """Attention Residuals (2603.15031, sections 3 and 4); multi-head (2607.27230) when route_heads > 1.
 
-        z_i = <q, v_i / rms(v_i)>       v_i: the sources of a site, q: its query, a parameter that starts at zero
-        alpha = softmax(z)              over the sources, for each token on its own
-        h = S sum_i alpha_i v_i         S sources; the paper has no S, which the norm of h cancels but for its eps
+        V = torch.stack(sources)                                          # (S, B, T, D)
+        z = torch.einsum("d,sbtd->sbt", q, rms_norm(V, eps))              # q: the site's query, a parameter
+        h = S * torch.einsum("sbt,sbtd->btd", z.softmax(0), V)
 
-    Sources are the embedding and the depth blocks; depth blocks of one sublayer are the full form. They add up to the
-    standard stream, so that queries of zero read exactly that. State: (e, closed depth blocks ..., open one).
+    is what the code below computes without stacking. Sources are the embedding and the depth blocks; depth blocks of
+    one sublayer are the full form. The factor S is ours: queries start at zero, every weight is 1/S, and h is the plain
+    sum of the sources, which is the standard stream x. The norm behind h cancels S, but for its eps.
+
+    State: (e, closed depth blocks ..., open one). A subclass keeps len(sources(site, state)) == n_sources(site) ==
+    len(source_names(site)), and names its routes SITE or SITE_suffix.
     """
 
     def __init__(self, cfg):
@@ -320,8 +269,9 @@ class AttnRes(Residual):
 
     def read(self, site, state):
         sources = self.sources(site, state)
-        x = rms_norm(self.mix(str(site), sources, factor=len(sources)), self.eps)
-        return x, x
+        h = self.mix(str(site), sources, factor=len(sources))
+        normed = rms_norm(h, self.eps)
+        return normed, normed
 
     def write(self, site, state, y):
         if site % self.depth_block == 0:
@@ -334,12 +284,23 @@ class AttnRes(Residual):
 
     def source_names(self, site):
         """The same in words: the embedding, and depth blocks by their first and last sublayer."""
-        S = self.depth_block
-        return ["e", *(span(first, min(first + S, site) - 1) for first in range(0, site, S))][:self.n_sources(site)]
+        size = self.depth_block
+        blocks = [span(first, min(first + size, site) - 1) for first in range(0, site, size)]
+        return ["e", *blocks][:self.n_sources(site)]
 
     def depth_weights(self, site, state):
         mine = [route for route in self.query if route.split("_")[0] == str(site)]
         return {route: self.weights(route, self.sources(site, state)) for route in mine}
+
+
+def span(first, last):
+    """Name of a sum of sublayer outputs: `attn 3`, `layer 3`, `layers 3-4`, `attn 3 - attn 5`."""
+    names = [f"{('attn', 'mlp')[s % 2]} {s // 2 + 1}" for s in (first, last)]
+    if first == last:
+        return names[0]
+    if first % 2 or not last % 2:
+        return " - ".join(names)
+    return f"layer {last // 2 + 1}" if last == first + 1 else f"layers {first // 2 + 1}-{last // 2 + 1}"
 
 
 class Cumulative(AttnRes):
@@ -349,8 +310,8 @@ class Cumulative(AttnRes):
     """
 
     def read(self, site, state):
-        x = rms_norm(self.mix(str(site), state), self.eps)
-        return x, x
+        normed = rms_norm(self.mix(str(site), state), self.eps)
+        return normed, normed
 
     def write(self, site, state, y):
         return (*state, state[-1] + y)
@@ -402,8 +363,8 @@ class Delta(AttnRes):
         if site < self.n_sublayer:
             sources = self.sources(site, state)
             h = self.add(site, h, self.mix(str(site), sources), len(sources))
-        x = rms_norm(h, self.eps)
-        return x, x
+        normed = rms_norm(h, self.eps)
+        return normed, normed
 
     def write(self, site, state, y):
         x, *sources = state
@@ -411,11 +372,12 @@ class Delta(AttnRes):
 
 
 class DeltaBlock(Delta):
-    """`delta_block` (2605.18855): sources are e and what finished depth blocks have added to the stream.
+    """`delta_block` (2605.18855): sources are e and the closed depth blocks.
 
-    A depth block becomes visible only after the read that follows it, as in the released code: the newest depth block
-    is never a source. Zero queries add a stale mean to x: this is not the standard start. delta_sources=released: the
-    recursion of the released code, where source k also holds source k-2.
+    A depth block is closed when the next one is opened, which is after the read that follows its last sublayer (as in
+    the released code): the newest depth block, complete or not, is never a source. Zero queries add an old mean to x:
+    this is not the standard start. delta_sources=released: a depth block starts as the one before the last, as in the
+    released code (e counts as the first).
     """
 
     def __init__(self, cfg):
@@ -423,8 +385,8 @@ class DeltaBlock(Delta):
         self.released = cfg.knob("delta_sources") == "released"
 
     def n_sources(self, site):
-        finished = max(0, math.ceil(site / self.depth_block) - 1)
-        return 1 + finished if site < self.n_sublayer else 0
+        closed = max(0, math.ceil(site / self.depth_block) - 1)
+        return 1 + closed if site < self.n_sublayer else 0
 
     def sources(self, site, state):
         _, e, *blocks = state
@@ -433,15 +395,16 @@ class DeltaBlock(Delta):
     def write(self, site, state, y):
         opens_later_block = site % self.depth_block == 0 and len(state) > 2
         if self.released and opens_later_block:
-            return (state[0] + y, *state[1:], y + state[-2])
+            x, *sources = state
+            return (x + y, *sources, y + sources[-2])
         return super().write(site, state, y)
 
 
 class GatedDelta(DeltaBlock):
-    """`mhar_delta` (2607.27230, conversion of pretrained models): h = x + gate sum_i alpha_i v_i, one gate a site.
+    """`mhar_delta` (2607.27230, conversion of pretrained models): h = x + gate sum_i alpha_i v_i, a gate for each site.
 
-    The first source is learned, a null. Gates start at zero, so that a converted model is its base to the last bit;
-    queries and nulls move after the gates.
+    The first source is a learned vector, the null, so that a site may read nothing. Gates start at zero: a converted
+    model is its base to the last bit, and needs no divisor. Queries and nulls have no gradient until the gates move.
     """
 
     def __init__(self, cfg):
@@ -494,8 +457,8 @@ class RoleDecoupled(AttnRes):
         else:
             h_v = self.mix(f"{site}_v", state, factor=S)
         if self.control == "average":
-            x = rms_norm((h_qk + h_v) / 2, self.eps)
-            return x, x
+            normed = rms_norm((h_qk + h_v) / 2, self.eps)
+            return normed, normed
         return rms_norm(h_qk, self.eps), rms_norm(h_v, self.eps)
 
 
@@ -509,16 +472,20 @@ def separate(query, suffix):
 class Dual(AttnRes):
     """Dual Attention Residuals (2607.18730): two histories; each is read using keys from the other.
 
-        h_j = sum_r softmax_r(<q_j, norm(H^(1-j)_r)>) H^j_r    h = S (a_0 h_0 + a_1 h_1), a = softmax of two logits
-        P_j <- rho P_j + (1 - rho) P_(1-j) + b_j y             the open depth block; at its first sublayer b_j y
+        h_j = sum_i softmax_i(<q_j, norm(K_i)>) V_i        read j: K the sources of history 1-j, V those of history j
+        h = S (a_0 h_0 + a_1 h_1)                          a: softmax of two logits
+        P_j <- b_j y                                       P_j: the open depth block of history j; its first sublayer
+        P_j <- rho P_j + (1 - rho) P_(1-j) + b_j y         and its others
 
     State: both histories one after the other, each (e, closed depth blocks ..., open one). The paper's code is not
-    public. Our choices: queries zero, a logits zero, rho starts at 0.98, and the write weights b (sum 2) start at
-    1.1 and 0.9, the other way round at MLPs, for equal ones would keep both histories equal forever. dar_routing names
-    the ablations: self_kv, cross_v, fixed_kv (keys of history 0, values of 1; starts elsewhere), and sep_v, with one
-    more linear map of the mix, shared by all sites. dynamic_gates adds <norm(context), u> to the logits of a, b and
-    rho, u = 0 at the start; the context is the read h_j for a, the output y for b and rho.
+    public. Our choices: queries and logits of a start at zero, rho at 0.98, the write weights b at 1.1 and 0.9, the
+    other way round at MLPs, for equal ones would keep both histories equal forever. All b sum to 2, so that the mean of
+    both histories is the standard one: an exact start. dar_routing names the ablations: self_kv, cross_v, fixed_kv
+    (keys of history 0, values of 1; not the standard start), and sep_v, with one more linear map of the reads, shared
+    by all sites. dynamic_gates adds <norm(context), u> to the logits of a, b and rho, u = 0 at the start; the context
+    is the read h_j for a, the output y for b and rho.
     """
+    # the histories that (read 0, read 1) take their keys from, and their values
     KEYS_VALUES = {"reciprocal": ((1, 0), (0, 1)), "sep_v": ((1, 0), (0, 1)), "self_kv": ((0, 1), (0, 1)),
                    "cross_v": ((0, 1), (1, 0)), "fixed_kv": ((0, 0), (1, 1))}
 
@@ -527,9 +494,9 @@ class Dual(AttnRes):
         require(self.depth_block > 1, "depth_block=1: both histories would be multiples of each other, and dar_routing "
                 "without effect; use 2 or more")
         self.keys, self.values = self.KEYS_VALUES[cfg.knob("dar_routing")]
-        S, sites = self.depth_block, range(self.n_sublayer)
+        sites = range(self.n_sublayer)
         sizes = {f"a{s}": 2 for s in range(1, self.n_sublayer + 1)} | {f"b{s}": 2 for s in sites}
-        sizes |= {f"rho{s}": 1 for s in sites if s % S}
+        sizes |= {f"rho{s}": 1 for s in sites if s % self.depth_block}
         self.gate = nn.ParameterDict({name: nn.Parameter(torch.empty(n)) for name, n in sizes.items()})
         if cfg.knob("dynamic_gates"):
             self.u = nn.ParameterDict({name: nn.Parameter(torch.empty(n, cfg.n_embd)) for name, n in sizes.items()})
@@ -559,7 +526,8 @@ class Dual(AttnRes):
         return logit
 
     def start(self, e):
-        return super().start(e) * 2
+        e, = super().start(e)
+        return e, e
 
     def histories(self, state):
         n = len(state) // 2
@@ -581,18 +549,18 @@ class Dual(AttnRes):
         if site:  # at site 0 both histories are e
             reads, S = self.retrieve(site, state), len(state) // 2
             h = depth_sum(S * self.gates(f"a{site}", reads).softmax(0), reads)
-        x = rms_norm(h, self.eps)
-        return x, x
+        normed = rms_norm(h, self.eps)
+        return normed, normed
 
     def write(self, site, state, y):
         H0, H1 = self.histories(state)
-        b = 2 * self.gates(f"b{site}", (y, y)).sigmoid()
+        b0, b1 = 2 * self.gates(f"b{site}", (y, y)).sigmoid()
         if site % self.depth_block == 0:
-            return (*H0, depth_sum(b[:1], [y]), *H1, depth_sum(b[1:], [y]))
-        rho = self.gates(f"rho{site}", (y,))[0].sigmoid()
+            return (*H0, depth_sum([b0], [y]), *H1, depth_sum([b1], [y]))
+        rho, = self.gates(f"rho{site}", (y,)).sigmoid()
         P0, P1 = H0[-1], H1[-1]
-        new0 = depth_sum([rho, 1 - rho, b[0]], [P0, P1, y])
-        new1 = depth_sum([1 - rho, rho, b[1]], [P0, P1, y])
+        new0 = depth_sum([rho, 1 - rho, b0], [P0, P1, y])
+        new1 = depth_sum([1 - rho, rho, b1], [P0, P1, y])
         return (*H0[:-1], new0, *H1[:-1], new1)
 
     def depth_weights(self, site, state):
@@ -649,7 +617,8 @@ class HyperConnections(Residual):
         return value
 
     def start(self, e):
-        return super().start(e) * self.n_streams
+        e, = super().start(e)
+        return (e,) * self.n_streams
 
     def read(self, site, state):
         h = state[0]
@@ -658,8 +627,8 @@ class HyperConnections(Residual):
             h = depth_sum([mean] * self.n_streams, state)
         elif site:
             h = depth_sum(self.connect("A", site, state), state)
-        x = rms_norm(h, self.eps)
-        return x, x
+        normed = rms_norm(h, self.eps)
+        return normed, normed
 
     def write(self, site, state, y):
         R, b = self.connect("R", site, state), self.connect("b", site, state)
@@ -673,12 +642,13 @@ class HyperConnections(Residual):
 class ManifoldHyperConnections(HyperConnections):
     """`mhc`: manifold-constrained Hyper-Connections (2512.24880): always dynamic, R doubly stochastic.
 
-        c = norm(all streams as one vector)      A = sigmoid(a c W_A + bias)      b = 2 sigmoid(a c W_b + bias)
-        R = Sinkhorn(a c W_R + bias), 20 iterations; for two streams in closed form
+        c = norm(all streams as one vector)       A = sigmoid(factor c W_A + bias)    b = 2 sigmoid(factor c W_b + bias)
+        R = Sinkhorn(factor c W_R + bias), 20 iterations; for two streams in closed form
 
-    Starts: W = 0, a = 0.01; biases of A +1 at stream s mod n and -1 elsewhere, of R 4 I, of b 0. A is divided by what
-    it sums to then, which the norm behind it cancels: still `standard`, but the streams separate. The mean that the
-    head reads cannot see the last R: there is none.
+    c W is computed as (sum_j H_j W_j) / rms: the long vector is never made. Starts: W = 0, factor = 0.01; biases of A
+    +1 at stream s mod n and -1 elsewhere, of R 4 I, of b 0. A is divided by what it sums to then, which the norm behind
+    it cancels: equal streams are `standard`, and unequal A let training pull them apart. A doubly stochastic R keeps
+    the mean, which is all that the head reads: the last site has no R, and site 0 has none as its streams are equal.
     """
 
     def connections(self, site):
@@ -703,7 +673,7 @@ class ManifoldHyperConnections(HyperConnections):
         mean_square = sum(mean_of_squares(H) for H in state) / n
         dot = sum(exact_linear(H, self.w[name][:, j]) for j, H in enumerate(state))
         logits = self.factor[name] * torch.rsqrt(mean_square + self.eps) * dot + self.bias[name].flatten()
-        if kind == "R":
+        if kind == "R":  # here rows are targets
             return doubly_stochastic(logits.unflatten(-1, (n, n))).movedim(-1, 0)
         if kind == "A":
             sum_at_start = sum(1 / (1 + math.exp(-bias)) for bias in [1] + [-1] * (n - 1))
@@ -730,53 +700,61 @@ class Mode(NamedTuple):
     fixed: dict = {}  # knobs that the mode itself decides
     reads: str = ""  # what a site reads, before its norm
     stores: str = ""  # tensors of width D alive at the end of the model
-    added: str = "0"  # added parameters, in L, D, N = depth blocks, S = sublayers in each, n = streams
+    added: str = "0"  # added parameters, in L, D, N = depth blocks, P = sublayers in each, n = streams
     paper: str = ""
     exact_start: bool = True  # whether it starts as the standard model
 
 
-# About eight depth blocks of whole layers: 12 layers 4 sublayers each, 24: 6, 36: 10.
-BLOCKS, FULL = {"depth_block": lambda cfg: 2 * math.ceil(cfg.n_layer / 8)}, {"depth_block": 1}
+BLOCKS = {"depth_block": lambda cfg: 2 * math.ceil(cfg.n_layer / 8)}  # about eight, of whole layers
+FULL = {"depth_block": 1}
 ONE_HEAD, KV_HEADS = {"route_heads": 1}, {"route_heads": lambda cfg: cfg.n_kv_head}
 RESIDUAL_MODES = {
     "standard": Mode(Residual, reads="x = e + Σ y", stores="1", paper="pre-norm Transformer"),
     "attnres": Mode(
-        AttnRes, ONE_HEAD, FULL, "Σ α v over e and every y", "2L+1", "2*L*D", "arXiv 2603.15031"),
+        AttnRes, knobs=ONE_HEAD, fixed=FULL, paper="arXiv 2603.15031",
+        reads="Σ α v over e and every y", stores="2L+1", added="2*L*D"),
     "attnres_block": Mode(
-        AttnRes, BLOCKS | ONE_HEAD, {}, "Σ α v over e and depth blocks", "N+1", "2*L*D", "arXiv 2603.15031"),
-    "attnres_cumulative": Mode(
-        Cumulative, ONE_HEAD, FULL, "Σ α x over the running sums x_0 .. x_s", "2L+1", "2*L*D",
-        "baseline in arXiv 2605.18855", exact_start=False),
+        AttnRes, knobs=BLOCKS | ONE_HEAD, paper="arXiv 2603.15031",
+        reads="Σ α v over e and depth blocks", stores="N+1", added="2*L*D"),
     "static_block": Mode(
-        Static, BLOCKS | ONE_HEAD, {}, "Σ α v over e and depth blocks, α the same for all tokens", "N+1",
-        "L*(N+3)", "control in arXiv 2603.15031"),
-    "delta": Mode(
-        Delta, ONE_HEAD, FULL, "x + Σ α v over e and every y", "2L+2", "(2*L-1)*D", "arXiv 2605.18855"),
-    "delta_block": Mode(
-        DeltaBlock, BLOCKS | ONE_HEAD | {"delta_sources": "true"}, {}, "x + Σ α v over e and finished depth blocks",
-        "N+2", "(2*L-1-S)*D", "arXiv 2605.18855", exact_start=False),
+        Static, knobs=BLOCKS | ONE_HEAD, paper="control in arXiv 2603.15031",
+        reads="as attnres_block, α the same for all tokens", stores="N+1", added="L*(N+3)"),
     "mhar": Mode(
-        AttnRes, KV_HEADS, FULL, "as attnres, per head", "2L+1", "2*L*D", "arXiv 2607.27230"),
+        AttnRes, knobs=KV_HEADS, fixed=FULL, paper="arXiv 2607.27230",
+        reads="as attnres, per depth head", stores="2L+1", added="2*L*D"),
     "mhar_block": Mode(
-        AttnRes, BLOCKS | KV_HEADS, {}, "as attnres_block, per head", "N+1", "2*L*D", "arXiv 2607.27230"),
+        AttnRes, knobs=BLOCKS | KV_HEADS, paper="arXiv 2607.27230",
+        reads="as attnres_block, per depth head", stores="N+1", added="2*L*D"),
     "mhar_delta": Mode(
-        GatedDelta, BLOCKS | KV_HEADS, {"delta_sources": "released"},
-        "x + g · Σ α v over a null, e and finished depth blocks", "N+2", "2*L*(2*D+1)", "arXiv 2607.27230"),
+        GatedDelta, knobs=BLOCKS | KV_HEADS, fixed={"delta_sources": "released"}, paper="arXiv 2607.27230",
+        reads="x + gate · Σ α v over a null, e and closed depth blocks", stores="N+2", added="2*L*(2*D+1)"),
     "rd": Mode(
-        RoleDecoupled, BLOCKS | ONE_HEAD | {"rd_control": "none"}, {},
-        "as attnres_block, one read for Q and K, one for V", "N+1", "2*L*D+(L-1)*D", "arXiv 2608.01075"),
-    "dar": Mode(
-        Dual, ONE_HEAD | {"dar_routing": "reciprocal", "dynamic_gates": False}, {"depth_block": 2},
-        "as dar_block, with depth blocks of one layer", "2(L+1)", "4*L*D+10*L-L", "arXiv 2607.18730"),
+        RoleDecoupled, knobs=BLOCKS | ONE_HEAD | {"rd_control": "none"}, paper="arXiv 2608.01075",
+        reads="as attnres_block, one read for Q and K, one for V", stores="N+1", added="2*L*D+(L-1)*D"),
+    "delta": Mode(
+        Delta, knobs=ONE_HEAD, fixed=FULL, paper="arXiv 2605.18855",
+        reads="x + Σ α v over e and every y", stores="2L+2", added="(2*L-1)*D"),
+    "delta_block": Mode(
+        DeltaBlock, knobs=BLOCKS | ONE_HEAD | {"delta_sources": "true"}, paper="arXiv 2605.18855",
+        reads="x + Σ α v over e and closed depth blocks", stores="N+2", added="(2*L-1-P)*D", exact_start=False),
+    "attnres_cumulative": Mode(
+        Cumulative, knobs=ONE_HEAD, fixed=FULL, paper="baseline in arXiv 2605.18855",
+        reads="Σ α x over the running sums x_0 .. x_s", stores="2L+1", added="2*L*D", exact_start=False),
     "dar_block": Mode(
-        Dual, BLOCKS | ONE_HEAD | {"dar_routing": "reciprocal", "dynamic_gates": False}, {},
-        "a_0 Σ α_0 v_0 + a_1 Σ α_1 v_1, keys of the other history", "2(N+1)", "4*L*D+10*L-N", "arXiv 2607.18730"),
+        Dual, knobs=BLOCKS | ONE_HEAD | {"dar_routing": "reciprocal", "dynamic_gates": False},
+        paper="arXiv 2607.18730", reads="two reads of two histories, mixed by learned gates", stores="2(N+1)",
+        added="4*L*D+10*L-N"),
+    "dar": Mode(
+        Dual, knobs=ONE_HEAD | {"dar_routing": "reciprocal", "dynamic_gates": False}, fixed={"depth_block": 2},
+        paper="arXiv 2607.18730", reads="as dar_block, with depth blocks of one layer", stores="2(L+1)",
+        added="4*L*D+9*L"),
     "hc": Mode(
-        HyperConnections, {"n_streams": 4, "dynamic_gates": False}, {}, "Σ A H over n streams", "n", "2*L*n*(n+2)-n",
-        "arXiv 2409.19606"),
+        HyperConnections, knobs={"n_streams": 4, "dynamic_gates": False}, paper="arXiv 2409.19606",
+        reads="Σ A H over n streams", stores="n", added="2*L*n*(n+2)-n"),
     "mhc": Mode(
-        ManifoldHyperConnections, {"n_streams": 4}, {}, "Σ A H over n streams, mixed doubly stochastically", "n",
-        "2*L*((n*D+1)*(n*n+2*n)+3)-(n*D+1)*(2*n*n+n)-3", "arXiv 2512.24880"),
+        ManifoldHyperConnections, knobs={"n_streams": 4}, paper="arXiv 2512.24880",
+        reads="Σ A H over n streams, mixed doubly stochastically", stores="n",
+        added="2*L*((n*D+1)*(n*n+2*n)+3)-(n*D+1)*(2*n*n+n)-3"),
 }
 
 
@@ -861,10 +839,58 @@ class KVCache:
 # The model
 
 
+CHUNK = 2**24  # logits, 64 MB in fp32: fewer are not worth a cut
+
+
+def chunk_loss(x, weight, targets, scale, dw):
+    """Rows x (n, D), targets (n,) of `HeadLoss` -> scale * sum of their losses, and their gradients: dx, added to dw.
+    Without dw (V, D) no gradients."""
+    z = (x @ weight.t()).to(scale.dtype).log_softmax(-1)
+    at, valid = targets.clamp(min=0)[:, None], targets[:, None] >= 0
+    loss = (z.gather(1, at) * valid).sum() * -scale
+    if dw is None:
+        return loss, None
+    dz = z.exp_().scatter_add_(1, at, torch.full_like(at, -1, dtype=z.dtype)).mul_(valid * scale).to(x.dtype)
+    if dw.dtype == x.dtype:
+        dw.addmm_(dz.t(), x)
+    else:
+        dw.add_(dz.t() @ x)
+    return loss, dz @ weight
+
+
+class HeadLoss(torch.autograd.Function):
+    """Mean cross-entropy of logits x @ weight.T that never exist as a whole: (N, D), (V, D), (N,) -> a number.
+
+    Rows are taken in chunks, of which each has its gradients made at once (as in Liger, arXiv 2410.10989): nothing is
+    computed twice. Products are in the precision of x; logits, losses and sums over chunks are in at least fp32.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, chunk, gradients):
+        n = min(8, 1 + x.shape[0] * weight.shape[0] // CHUNK)
+        scale = 1 / (targets >= 0).sum().to(at_least_fp32(x.dtype))
+        dw = torch.zeros_like(weight, dtype=scale.dtype) if gradients else None
+        weight, loss, dx = weight.to(x.dtype), 0.0, []
+        for rows in zip(x.chunk(n), targets.chunk(n)):
+            part = chunk(rows[0], weight, rows[1], scale, dw)
+            loss = loss + part[0]
+            dx.append(part[1])
+        ctx.gradients = (torch.cat(dx), dw) if gradients else None
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d):
+        if ctx.gradients is None:
+            raise RuntimeError("the backward pass of the loss runs once")
+        (dx, dw), ctx.gradients = ctx.gradients, None
+        return dx * d, dw.mul_(d), None, None, None  # in place, to save one (V, D) matrix
+
+
 def start_std(cfg, name, fan_in):
     """Standard deviation of a matrix at the start. L layers, D width; *outputs* write to the stream (`out`, `down`).
 
-        init    embedding, head   matrices         outputs             source
+        init    embedding, head   matrices         outputs             used by
         papers  0.02              0.02             0.02                2603.15031, 2605.18855, 2607.27230 (partly known)
         gpt2    0.02              0.02             0.02 / sqrt(2L)     GPT-2, nanoGPT
         fan_in  1/sqrt(D)         1/sqrt(fan_in)   1/sqrt(2L fan_in)   muP (2203.03466), GPT-2's scaling by depth
@@ -956,7 +982,7 @@ class GPT(nn.Module):
         return residual.read(len(self.sublayers), state)[0]
 
     def residual_in_use(self):
-        """What carries this forward pass through depth: the residual itself, the reference, or its fused form.
+        """What carries this forward pass through depth: the residual itself (the reference) or its fused form.
 
         route_impl=auto takes the fused form where there is one, for training; the reference is what can be traced.
         """

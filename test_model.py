@@ -491,7 +491,7 @@ def test_modes_that_are_the_same_bit_for_bit(a, b):
     assert_same(model, copy_of(model, b[0], **b[1]))
 
 
-@pytest.mark.parametrize("mode", [m for m in MODES if "route_heads" in RESIDUAL_MODES[m].knobs])
+@pytest.mark.parametrize("mode", [m for m in MODES if "route_heads" in RESIDUAL_MODES[m].knobs and m != "static_block"])
 def test_several_heads_are_another_function_than_one(mode):
     model = make(mode, route_heads=4)
     assert not torch.allclose(model(tokens())[0], copy_of(model, mode, route_heads=1)(tokens())[0], atol=1e-4)
@@ -649,7 +649,7 @@ def test_counts_follow_the_formulas(mode):
     for n_layer, n_embd in ((3, 32), (5, 48)):
         model = make(mode, n_layer=n_layer, n_embd=n_embd)
         size = getattr(model.residual, "depth_block", 1)
-        numbers = dict(L=n_layer, D=n_embd, S=size, N=math.ceil(2 * n_layer / size), n=4)
+        numbers = dict(L=n_layer, D=n_embd, P=size, N=math.ceil(2 * n_layer / size), n=4)
         base, n = make("standard", n_layer=n_layer, n_embd=n_embd).count(), model.count()
         assert n["residual"] == eval(RESIDUAL_MODES[mode].added, numbers) == n["total"] - base["total"]
         assert n["total"] == sum(p.numel() for p in set(model.parameters())) == n["non_embedding"] + 61 * n_embd
@@ -1026,7 +1026,7 @@ def test_fused_routing_in_bf16(ops, name):
         a.data = b.detach().double()
     g = torch.Generator().manual_seed(3)
     sources, upstream = torch.randn(2, 9, 1, rows, 64, generator=g).bfloat16()
-    chain = getattr(kernels, type(fused).fused)
+    chain = kernels.FUSED[type(fused)]
     expected = isolated(reference, reference, sources.double(), upstream.double())
 
     def errors(found):
@@ -1086,7 +1086,7 @@ def test_what_fused_routing_cannot_do_is_refused():
     fused, idx = fused_pair("attnres")[1], tokens()
     loss = loss_of(fused, idx)
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="runs once, as a whole and in order"):
+    with pytest.raises(RuntimeError, match="runs once"):
         loss.backward()
     gradient = torch.autograd.grad(loss_of(fused, idx), fused.embed.weight, create_graph=True)[0]
     with pytest.raises(RuntimeError, match="twice"):
@@ -1174,12 +1174,12 @@ def test_geometry_of_the_bank():
     """What the kernels compute from step, pairs and cap is where the chain puts its planes."""
     for mode, knobs in FUSED.values():
         residual = make(mode, **knobs | dict(n_layer=5)).residual
-        chain = getattr(kernels, type(residual).fused)(residual)
+        chain = kernels.FUSED[type(residual)](residual)
         for t in range(chain.T + 1):
             for k in range(chain.columns(t)):
                 slot = min(k * chain.step, chain.cap(t))
                 assert chain.plane(k, t) == slot + chain.pairs * (max(slot - 1, 0) // 2)
-        chain.start(torch.zeros(1, 1, residual.width))
+        chain.start(torch.zeros(1, 1, residual.cfg.n_embd))
         for route in chain.route if isinstance(chain.route, list) else [chain.route]:
             single = [u for u in range(chain.U) if route.offset[u + 1] - route.offset[u] == 1]
             assert len(single) >= 1 and not route.q[single].any()  # no choice: rounding must not make a gradient of it
@@ -1225,7 +1225,7 @@ def test_bytes_follow_the_formula(name, monkeypatch):
     monkeypatch.setattr(kernels, "gemm", gemm)
     for chunk in (1, 4):
         residual = variant(name, n_layer=4, dtype=torch.float32).residual
-        chain = getattr(kernels, type(residual).fused)(residual, kernels.Triton, chunk)
+        chain = kernels.FUSED[type(residual)](residual, kernels.Triton, chunk)
         state = chain.start(torch.randn(1, M, 32).bfloat16().requires_grad_())
         routes, gemms[0] = chain.route if isinstance(chain.route, list) else [chain.route], 0
         with counted_planes(M * 32, [part for r in routes for part in r.split]) as found:
