@@ -1,7 +1,7 @@
 """Command lines in the tests: run as a user runs them, and with nothing left of them when they end, time out or fail.
 
-Importing PyTorch takes 4 CPU-seconds. So a command line is a fork of one process that has imported everything, unless
-it is `fresh`: a Python of its own, and torchrun where there are several processes.
+Importing PyTorch takes 4 CPU-seconds. So on Linux a command line is a fork of one process that has imported everything,
+unless it is `fresh`: a Python of its own, and torchrun where there are several processes.
 """
 import atexit
 import contextlib
@@ -29,7 +29,7 @@ class Launch:
         self.command, self.folder = [str(word) for word in command], Path(tempfile.mkdtemp(prefix="launch-"))
         self.out, self.err = Path(out or self.folder / "out"), self.folder / "err"
         env = os.environ | {"OMP_NUM_THREADS": "1", "LAUNCHED_BY_A_TEST": str(self.folder)} | env
-        if fresh:
+        if fresh or sys.platform != "linux":
             torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
             with open(self.out, "ab") as out, open(self.err, "ab") as err:
                 self.process = subprocess.Popen(

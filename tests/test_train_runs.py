@@ -3,7 +3,6 @@ import csv
 import os
 import re
 import signal
-import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 
 import train
 from helpers import HERE, measured, same_weights, shard
+from launch import run_script
 from prepare_fineweb import UserError
 
 TORCHRUN = dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
@@ -170,23 +170,21 @@ def test_processes_that_disagree_do_not_evaluate(shards, tmp_path, monkeypatch):
         evaluation.measure(args, *models[0], device, torch.float32, 0, 2)
 
 
-@pytest.mark.slow
 def test_two_machines_without_a_shared_disk_stop_instead_of_training_apart(shards, tmp_path):
     """Only the first has the checkpoint: neither takes a step, and the run can still go on from what is there."""
     for name in ("n0", "n1"):
         (tmp_path / name).mkdir()
 
-    def start(*more):
-        script = f"cd {tmp_path}/n$LOCAL_RANK && exec {sys.executable} {HERE}/train.py " + " ".join(
-            [*flags(shards, "run"), *more])
-        return subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-                               "--no-python", "bash", "-c", script], capture_output=True, text=True, timeout=120,
-                              env=os.environ | {"OMP_NUM_THREADS": "1"})
-    first = start()
-    assert first.returncode == 0, first.stderr
+    (tmp_path / "machine.py").write_text(f"""import os, runpy, sys
+os.chdir({str(tmp_path)!r} + "/n" + os.environ["LOCAL_RANK"])
+sys.argv[0] = {str(HERE / "train.py")!r}
+sys.path.insert(0, {str(HERE)!r})
+runpy.run_path(sys.argv[0], run_name="__main__")
+""", "utf-8")
+    run_script(tmp_path / "machine.py", *flags(shards, "run"), processes=2)
     log = (tmp_path / "n0/run/log.csv").read_bytes()
-    second = start("--max_steps=12", "--resume=true")
-    assert second.returncode != 0
+    second = run_script(tmp_path / "machine.py", *flags(shards, "run", max_steps=12, resume="true"), processes=2,
+                        code=1)
     assert "train.py: the processes disagree: the step to go on from is 6 on rank 0 and 0 on rank 1" in second.stderr
     assert (tmp_path / "n0/run/log.csv").read_bytes() == log and "step:7" not in second.stdout
 
