@@ -73,6 +73,7 @@ def read_config(path, args):
             mode, *knobs = text.split(":")
             own = {"residual_mode": mode} | dict(k.split("=", 1) for k in knobs if "=" in k)
             picked[text] = tables.get(text, own)
+        picked |= {base: tables[base] for p in picked.values() if (base := p.get("base")) in tables}
         tables = picked
     if "standard" not in tables:
         raise UserError(f"{path} has no arm `standard`: name the modes to compare with it, --modes=attnres_block,rd")

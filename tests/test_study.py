@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shutil
+import signal
 import types
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 
 import eval as evaluation
 import train
-from helpers import HERE, assert_close, loss_of, make, tokens
+from helpers import HERE, assert_close, loss_of, make, run_training, tokens
 from model import GPTConfig
 from prepare_fineweb import UserError
 from study import bench, cell, plan, run, stats, table
@@ -133,6 +134,23 @@ def test_n_grams_are_counted_as_their_definition_says(data):
     assert evaluation.ngram_losses(train_tokens, val, starts[::-1], 4) == pytest.approx(expected, rel=1e-12)
 
 
+def test_n_grams_of_what_a_run_has_seen(data, tmp_path, capsys):
+    run_training(data, tmp_path / "run", max_steps=3, eval_every=0)
+    capsys.readouterr()
+    evaluation.main([str(tmp_path / "run"), "--ngram=3", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    saved = train.load_checkpoint(tmp_path / "run/last.pt")
+    T, V = saved["cfg"].seq_len, saved["cfg"].vocab_size
+    seen, val = Tokens(data, "train", T, V), Tokens(data, "val", T, V)
+    starts = np.concatenate([seen.order(saved["config"]["seed"], step, saved["tokens"] // 3 // T) for step in range(3)])
+    assert found["losses"] == pytest.approx(evaluation.ngram_losses(seen, val, starts, 3))
+    assert found["counted"] == saved["tokens"]
+    for argv, message in ((["--ngram=0"], "--ngram=0: must be 1 to 10"), (["--ngram=2", "--routing"], "no effect")):
+        with pytest.raises(SystemExit):
+            evaluation.main([str(tmp_path / "run"), *argv])
+        assert message in capsys.readouterr().err
+
+
 CONFIG = """
 data_dir = "{data}"
 n_layer = 2
@@ -169,7 +187,11 @@ def small(data, tmp_path):
             text = text.replace(old, new)
         path.write_text(text, encoding="utf-8")
     write()
-    return path, write
+    before = {n: signal.getsignal(n) for n in (*signal.Signals,) if n not in (signal.SIGKILL, signal.SIGSTOP)}
+    yield path, write
+    for number, handler in before.items():  # which training in this process has replaced
+        if handler is not None and signal.getsignal(number) != handler:
+            signal.signal(number, handler)
 
 
 def test_a_branch_is_the_run_of_its_budget(small, tmp_path):
@@ -229,24 +251,24 @@ def test_every_arm_gets_as_many_trials_and_every_run_comes_once(small):
 def test_verdicts_follow_from_the_rows(small):
     """Known effects are put into the rows: each arm is compared with its own base, controls do not count in Holm's."""
     path, write = small
-    write('long_steps = 40\nlong_seeds = 2\nseeds = 4\npapers = ", old"\nstatic = "mhar"', **{
+    write('long_steps = 40\nlong_seeds = 2\nseeds = 4\npapers = "+old"\nstatic = "mhar"', **{
         "seeds = 2\n": "", "[arm.attnres_block]": "[arm.attnres_block]\n[arm.rd]\n[arm.mhar]" + "".join(
-            f'\n[arm."{n}, old"]\nresidual_mode = "{n}"\ninit = "gpt2"\nbase = "{base}"'
-            for n, base in (("standard", "standard"), ("attnres_block", "standard, old")))})
+            f'\n[arm."{n}+old"]\nresidual_mode = "{n}"\ninit = "gpt2"\nbase = "{base}"'
+            for n, base in (("standard", "standard"), ("attnres_block", "standard+old")))})
     study, arms, _ = plan.read_config(path, run.parse_args([str(path)]))
-    effect = {"attnres_block": -0.03, "rd": -0.02, "mhar": -0.001, "attnres_block, old": -0.10, "standard, old": 0.1}
+    effect = {"attnres_block": -0.03, "rd": -0.02, "mhar": -0.001, "attnres_block+old": -0.10, "standard+old": 0.1}
     rows, noise = {}, np.random.default_rng(0)
     while cells := plan.wanted(study, arms, rows):
         c = cells[0]
         late = 0.3 if c.arm == "rd" and c.steps == 40 else 1
         base = 3 - 0.5 * math.log(c.steps) + 0.1 * c.seed + effect.get(c.arm, 0) * late
-        base += effect["standard, old"] if c.arm == "attnres_block, old" else 0
+        base += effect["standard+old"] if c.arm == "attnres_block+old" else 0
         rows[c] = row_of(base + noise.normal(0, 0.001), arms, c)
     results = table.compare(study, arms, rows)
     assert list(results)[0] == "standard" and not results["standard"]["words"]
     assert {n: r["words"][0] for n, r in results.items() if r["words"]} == {
-        "attnres_block": "gain", "rd": "gain", "mhar": "no difference", "attnres_block, old": "gain",
-        "standard, old": "worse"}
+        "attnres_block": "gain", "rd": "gain", "mhar": "no difference", "attnres_block+old": "gain",
+        "standard+old": "worse"}
     assert set(results["attnres_block"]["words"]) == {"gain", "due to the start", "attention helps"}
     assert "transient" in results["rd"]["words"]
     single = {n: r["diffs"][10].p for n, r in results.items() if r["diffs"]}
