@@ -20,7 +20,7 @@ import json
 import math
 import sys
 from dataclasses import asdict, replace
-from functools import cache, partial
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -149,12 +149,12 @@ def measure(args, model, saved, device, dtype, rank, world):
 def sample(args, model, saved, device, dtype):
     """Continuations of the prompt as a list of texts."""
     encoding = find_encoding(args, model, saved)
-    ids = [encoding.eot_token, *encoding.encode_ordinary(args.prompt)]
+    ids = [*encoding.first, *encoding.encode_ordinary(args.prompt)]
     torch.manual_seed(args.seed)
     with autocast(device, dtype):
         prompts = torch.tensor([ids] * args.samples, device=device)
         out = model.generate(prompts, args.tokens, args.temperature, args.top_k, encoding.n_vocab)
-    return [decode(encoding, row[1:]) for row in out.tolist()]
+    return [encoding.decode(row[len(encoding.first):]) for row in out.tolist()]
 
 
 def find_encoding(args, model, saved):
@@ -173,7 +173,7 @@ def find_encoding(args, model, saved):
 def run_tasks(args, model, saved, path, device, dtype, rank):
     """Benchmarks of lm-eval; results go to tasks.json and tasks/ in the run folder."""
     encoding = find_encoding(args, model, saved)
-    found = hub.run_tasks(args.tasks.split(","), model, encoding, partial(decode, encoding),
+    found = hub.run_tasks(args.tasks.split(","), model, encoding, encoding.decode,
                           partial(autocast, device, dtype), args.batch, args.seq_len or model.cfg.seq_len,
                           limit=args.limit or None, shots=args.shots, folder=args.task_dir or None)
     if rank:
@@ -198,18 +198,6 @@ def compare_runs(args):
               f"to {r['high']:+.4f})  {test}  n {r['n']:,}")
     print("p: McNemar's exact test on the items that one of the two gets right, then Holm's over all tasks; interval: "
           "paired bootstrap")
-
-
-def decode(encoding, ids):
-    """Text of ids. An id without a token (vocabularies may have gaps) becomes U+FFFD, as bytes that are no text do."""
-    known = known_ids(encoding)
-    pieces = (encoding.decode_single_token_bytes(i) if i in known else b"\xff" for i in ids)
-    return b"".join(pieces).decode(errors="replace")
-
-
-@cache
-def known_ids(encoding):
-    return {*encoding._mergeable_ranks.values(), *encoding._special_tokens.values()}
 
 
 def export(args):

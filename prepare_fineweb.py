@@ -493,11 +493,11 @@ def patiently(what, repo, ask, pauses=(1, 2, 4)):
                 answer, e = getattr(e, "response", None), e.__cause__
         status = getattr(answer, "status_code", None)
         if status in (401, 403):
-            raise UserError(f"cannot {what}: the Hub refuses it ({status}). Is the name right? If the dataset is gated "
-                            f"or private, accept its terms on the Hub's page of {repo}, then log in with `hf auth "
+            raise UserError(f"cannot {what}: the Hub refuses it ({status}). Is the name right? If it is gated or "
+                            f"private, accept its terms on the Hub's page of {repo}, then log in with `hf auth "
                             "login` or set HF_TOKEN")
         if status == 404:
-            raise UserError(f"cannot {what}: the Hub has no such dataset, revision or file ({error})")
+            raise UserError(f"cannot {what}: the Hub has no such name, revision or file ({error})")
         if status == 429 and limited < 20:
             limited += 1
             asked = answer.headers.get("Retry-After", "")
@@ -854,44 +854,170 @@ def read_chunks(source, position, args):
 # Tokens
 
 
-def get_encoding(name):
-    """The tiktoken Encoding of a name, a rank file or a tokenizer.json.
+# How the text is cut into words before its bytes are merged, and the rank files (by SHA-256) of which this is known:
+# (pattern, end-of-text). The patterns are part of these tokenizers: another one gives other ids.
+CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+CASED = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]%s[\p{Ll}\p{Lm}\p{Lo}\p{M}]%s" + CONTRACTION + "?|"
+PATTERNS = dict(
+    gpt2=r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    cl100k=CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + REST,
+    qwen=CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + REST,
+    o200k=CASED % ("*", "+") + CASED % ("+", "*") + r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + REST)
+KNOWN_RANKS = {
+    "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930": ("gpt2", 50256),  # r50k_base, GPT-2
+    "94b5ca7dff4d00767bc256fdd1b27e5b17361d7b8a5f968547f9f23eb70d2069": ("gpt2", 50256),  # p50k_base
+    "b34b360dbb493e781e479794586d661700670d65564001f23024971d1f2fa126": ("gpt2", 50257),  # Whisper, multilingual
+    "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7": ("cl100k", 100257),
+    "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d": ("o200k", 199999),
+    "b2b1b8dfb5cc5f024bafc373121c6aba3f66f9a5a0269e243470a1de16a33186": ("qwen", 151643)}  # Qwen to Qwen3
 
-    `bytes`: ids 0 to 255 are the bytes themselves, 256 is end-of-text. A rank file (lines of base64 and rank) is split
-    by GPT-2's pattern, end-of-text is the id behind its last.
+
+class Tokenizer:
+    """Text to ids and back, from plain data, which is also what tokenizer.json of a data folder holds.
+
+    ranks {bytes: id} and pat_str, the pattern that cuts words, make a byte-level BPE that tiktoken runs; `hf` in their
+    place is the tokenizer.json of one that only Hugging Face's tokenizers can run. special_tokens {text: id} never come
+    from text, those that are listed in `added` do. normal: the Unicode form that text is brought to ("" or NFC, NFKC,
+    ...). first, last: the ids before and behind each document; end_of_text alone where nothing is said.
     """
+
+    def __init__(self, name, special_tokens, pat_str="", ranks=(), hf="", normal="", added=(), first=(), last=(),
+                 end_of_text=None):
+        if end_of_text is None and END_OF_TEXT not in special_tokens:
+            raise ValueError(f"no special token {END_OF_TEXT}")
+        ranks, end = dict(ranks), special_tokens[END_OF_TEXT] if end_of_text is None else end_of_text
+        first = list(first) or [end]
+        self.spec = dict(name=name, special_tokens=special_tokens, pat_str=pat_str, ranks=ranks, hf=hf, normal=normal,
+                         added=list(added), first=first, last=list(last), end_of_text=end)
+        self.name, self.normal, self.first, self.last, self.eot_token = name, normal, first, list(last), end
+        self.bos_token = first[0] if first != [end] else None
+        self.hf, self.tokens_in_text = bool(hf), dict(allowed_special=set(added), disallowed_special=())
+        if hf:
+            try:
+                import tokenizers
+            except ImportError:
+                raise UserError(f"the tokenizer {name} needs tokenizers: pip install -r requirements-hub.txt") from None
+            try:
+                self.core = tokenizers.Tokenizer.from_str(hf)
+            except Exception as e:  # the library raises no other
+                raise ValueError(first_line(e)) from None
+            self.core.encode_special_tokens = True  # a literal <|endoftext|> is ordinary text
+            self.core.no_padding()
+            self.core.no_truncation()
+            self.n_vocab = max([*self.core.get_vocab(with_added_tokens=True).values(), self.eot_token]) + 1
+        else:
+            import tiktoken
+            check_ranks(ranks, special_tokens)
+            self.core = tiktoken.Encoding(name, pat_str=pat_str, mergeable_ranks=ranks, special_tokens=special_tokens)
+            self.n_vocab, self.bytes_of = self.core.n_vocab, {i: token for token, i in ranks.items()} | {
+                i: text.encode() for text, i in special_tokens.items()}
+        if not all(is_count(i) and i < self.n_vocab for i in (*self.first, *self.last, self.eot_token)):
+            raise ValueError("ids of the ends of a document that are not in the vocabulary")
+        if normal not in ("", "NFC", "NFD", "NFKC", "NFKD") or not set(added) <= set(special_tokens):
+            raise ValueError("an unknown Unicode form, or added tokens without an id")
+
+    def __reduce__(self):  # the other processes make their own
+        return Tokenizer, tuple(self.spec.values())
+
+    def encode_ordinary(self, text):
+        """Ids of a text, without what begins a document."""
+        text = unicodedata.normalize(self.normal, text) if self.normal else text
+        if self.hf:
+            return self.core.encode(text, add_special_tokens=False).ids
+        return self.core.encode(text, **self.tokens_in_text)
+
+    def document(self, text):
+        """Ids of a document as the shards have it: an array, `first` and `last` included."""
+        if self.hf:
+            parts = [self.encode_ordinary(text)]
+        else:
+            text = unicodedata.normalize(self.normal, text) if self.normal else text
+            parts = [self.core.encode_to_numpy(part, **self.tokens_in_text) for part in segments(text)]
+        return np.concatenate([np.asarray(part, np.uint32) for part in (self.first, *parts, self.last)])
+
+    def may_be_cut(self, text):
+        """Whether the pieces that `segments` may make of a text have its ids."""
+        pieces = re.split(r"(?<=\S)(?= )", text)
+        return sum(map(self.encode_ordinary, pieces), []) == self.encode_ordinary(text)
+
+    def decode_bytes(self, ids):
+        """Text of ids in UTF-8. An id without a token (vocabularies may have gaps) becomes 0xff, which is no UTF-8."""
+        if self.hf:
+            return self.core.decode(list(ids), skip_special_tokens=False).encode()
+        return b"".join(self.bytes_of.get(i, b"\xff") for i in ids)
+
+    def decode(self, ids):
+        return self.decode_bytes(ids).decode(errors="replace")
+
+    def save(self, path):
+        ranks = [(base64.b64encode(token).decode(), rank) for token, rank in self.spec["ranks"].items()]
+        write_json(path, self.spec | dict(ranks=ranks))
+
+
+def get_encoding(name, pattern=""):
+    """The Tokenizer of a name: bytes, a tiktoken encoding, a file or folder, or the id of a model on the Hub.
+
+    `bytes`: ids 0 to 255 are the bytes themselves, 256 is end-of-text. A file is the tokenizer.json of a data folder or
+    of Hugging Face, or holds ranks (lines of base64 and rank), of which `pattern` says how words are cut.
+    """
+    if name == "bytes":
+        return Tokenizer(name, {END_OF_TEXT: 256}, r"(?s).{1,64}", {bytes([i]): i for i in range(256)})
+    path = Path(name) / "tokenizer.json" if os.path.isdir(name) else Path(name)
+    try:
+        if path.suffix == ".json":
+            content = path.read_bytes()
+            if not is_huggingface(content):
+                saved = parse_sealed(content)
+                ranks = {base64.b64decode(token): rank for token, rank in saved.pop("ranks")}
+                saved.pop("seal", None)
+                return Tokenizer(**saved | dict(ranks=ranks))
+            import hub
+            return hub.read_tokenizer(path)
+        if path.exists():
+            return read_rank_file(path, pattern)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as e:
+        raise UserError(f"--tokenizer={name}: not a usable tokenizer.json or rank file ({type(e).__name__}: "
+                        f"{first_line(e)})") from None
     import tiktoken
     import tiktoken.load
-    import tiktoken_ext.openai_public as public
-    if name == "bytes":
-        return tiktoken.Encoding(name, pat_str=r"(?s).{1,64}", mergeable_ranks={bytes([i]): i for i in range(256)},
-                                 special_tokens={END_OF_TEXT: 256})
-    try:
-        if name.endswith(".json"):
-            saved = parse_sealed(Path(name).read_bytes())
-            ranks, special = {base64.b64decode(t): rank for t, rank in saved["ranks"]}, saved["special_tokens"]
-            check_ranks(ranks, special)
-            return tiktoken.Encoding(saved["name"], pat_str=saved["pat_str"], mergeable_ranks=ranks,
-                                     special_tokens=special)
-        if os.path.exists(name):
-            content = Path(name).read_bytes()
-            lines = (line.split() for line in content.splitlines() if line.strip())
-            ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
-            special = {END_OF_TEXT: max(ranks.values(), default=0) + 1}
-            check_ranks(ranks, special)
-            return tiktoken.Encoding(f"{Path(name).stem}-{zlib.crc32(content):08x}", pat_str=public.r50k_pat_str,
-                                     mergeable_ranks=ranks, special_tokens=special)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as e:
-        raise UserError(f"--tokenizer={name}: not a usable rank file ({type(e).__name__}: {first_line(e)})") from None
     if name not in tiktoken.list_encoding_names():
+        if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?", name):
+            import hub
+            return hub.read_tokenizer(hub.locate_tokenizer(name))
         raise UserError(f"--tokenizer={name} is unknown: give bytes, a tiktoken encoding "
-                        f"({', '.join(tiktoken.list_encoding_names())}) or the path of a rank file")
+                        f"({', '.join(tiktoken.list_encoding_names())}), the path of a tokenizer.json, of a folder "
+                        "with one or of a rank file, or a model of the Hub (OWNER/NAME)")
     tiktoken.load.read_file = read_ranks  # the library's own waits for minutes, and its message does not help
     try:
-        return tiktoken.get_encoding(name)
+        found = tiktoken.get_encoding(name)
     except (ValueError, OSError) as e:  # the library compares checksums, and keeps a copy under a name of its own
         raise UserError(f"--tokenizer={name}: {first_line(e)}. If TIKTOKEN_CACHE_DIR is set, it must be a folder that "
                         "can be written to, with whole files") from None
+    return Tokenizer(name, found._special_tokens, found._pat_str, found._mergeable_ranks)
+
+
+def is_huggingface(content):
+    value = json.loads(content.decode())
+    return isinstance(value, dict) and isinstance(value.get("model"), dict) and "ranks" not in value
+
+
+def read_rank_file(path, pattern):
+    content = path.read_bytes()
+    lines = (line.split() for line in content.splitlines() if line.strip())
+    ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+    known, end = KNOWN_RANKS.get(hashlib.sha256(content).hexdigest(), ("", max(ranks.values(), default=0) + 1))
+    check_ranks(ranks, {END_OF_TEXT: end})
+    if not (pattern or known):
+        raise UserError(f"--tokenizer={path}: a rank file does not tell how its tokenizer cuts words: say it with "
+                        f"--pattern={'|'.join(PATTERNS)} or the regular expression itself")
+    pattern = pattern or known
+    found = Tokenizer(f"{path.stem}-{zlib.crc32(content + pattern.encode() * (pattern != 'gpt2')):08x}",
+                      {END_OF_TEXT: end}, PATTERNS.get(pattern, pattern), ranks)
+    if not (found.may_be_cut(__doc__) and found.decode(found.encode_ordinary(__doc__)) == __doc__):
+        raise UserError(f"--pattern={pattern}: give {', '.join(PATTERNS)} or a regular expression that matches all of "
+                        "a text and ends words before spaces, as GPT-2's does")
+    return found
 
 
 def check_ranks(ranks, special):
@@ -901,8 +1027,6 @@ def check_ranks(ranks, special):
         raise ValueError(f"bytes without a rank: {missing}")
     if not all(is_count(i) and i < 2**31 for i in ids) or len(set(ids)) < len(ids):
         raise ValueError("ranks that are not unique numbers below 2^31")
-    if END_OF_TEXT not in special:
-        raise ValueError(f"no special token {END_OF_TEXT}")
 
 
 def read_ranks(url):
@@ -917,12 +1041,6 @@ def read_ranks(url):
     except OSError as e:
         raise UserError(f"cannot download the tokenizer's file {url} ({e}). On a machine with network, save it as "
                         f"{plain.name}, put it into a folder here and set TIKTOKEN_CACHE_DIR to that folder") from None
-
-
-def save_encoding(encoding, path):
-    ranks = [(base64.b64encode(token).decode(), rank) for token, rank in encoding._mergeable_ranks.items()]
-    write_json(path, dict(name=encoding.name, pat_str=encoding._pat_str, special_tokens=encoding._special_tokens,
-                          ranks=ranks))
 
 
 def segments(text):
@@ -950,7 +1068,7 @@ def split_of(text_bytes, holdout):
 
 def start_worker(tokenizer):
     global encoding
-    encoding = get_encoding(tokenizer)
+    encoding = tokenizer
     if multiprocessing.parent_process() is not None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
         threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
@@ -968,10 +1086,9 @@ def encode_chunk(texts, holdout, none, full, dtype):
         split = 0 if split in none else split
         if split not in full:
             try:
-                parts = [encoding.encode_to_numpy(part, disallowed_special=()) for part in segments(text)]
+                ids = encoding.document(text).astype(dtype)
             except ValueError as e:
                 raise UserError(f"cannot encode a document that begins {text[:50]!r}: {first_line(e)}") from None
-            ids = np.concatenate([[encoding.eot_token], *parts]).astype(dtype)
         out.append((split, len(data), ids))
     return out
 
@@ -1040,8 +1157,11 @@ def parse_args(argv):
     p.add_argument("--source", default="fineweb-edu", help="fineweb-edu (default), hf:ORG/NAME for another dataset of "
                    "the Hub, stdlib, a file, a folder, a quoted glob, or - for standard input")
     p.add_argument("--out", required=True, help="folder for the shards and meta.json")
-    p.add_argument("--tokenizer", default="", help="a tiktoken encoding (gpt2, cl100k_base, ...), the path of a rank "
-                   "file, or bytes (default: gpt2 for datasets of the Hub, bytes for the rest)")
+    p.add_argument("--tokenizer", default="", help="a tiktoken encoding (gpt2, cl100k_base, ...), a model of the Hub "
+                   "(OWNER/NAME), the path of a tokenizer.json, of a folder that has one or of a rank file, or bytes "
+                   "(default: gpt2 for datasets of the Hub, bytes for the rest)")
+    p.add_argument("--pattern", default="", help=f"how the tokenizer of a rank file cuts words: {', '.join(PATTERNS)} "
+                   "or a regular expression; of the well-known files it is known")
     p.add_argument("--config", default="", help="configuration of a Hub dataset (fineweb-edu: sample-10BT)")
     p.add_argument("--files", default="", help="quoted glob: the files of a Hub dataset to take, instead of those that "
                    "its card or their names put into its train split")
@@ -1090,11 +1210,11 @@ def fill(args):
     out, hub = Path(args.out), args.source.startswith(("fineweb-edu", "hf:"))
     args.skip_bad = args.skip_bad or args.source == "stdlib"
     # what decides the content of the shards: a folder holds one such set for its whole life
-    names = ("source config files revision format text_key tokenizer shard_tokens val_tokens test_tokens max_tokens "
-             "holdout")
+    names = ("source config files revision format text_key tokenizer pattern shard_tokens val_tokens test_tokens "
+             "max_tokens holdout")
     settings = {name: getattr(args, name) for name in names.split()}
     if os.path.exists(args.tokenizer):  # what is in the file counts, not where it lies
-        settings["tokenizer"] = get_encoding(args.tokenizer).name
+        settings["tokenizer"] = get_encoding(args.tokenizer, args.pattern).name
     old = read_state(out, settings)
     if old and hub and "end_of_text" in old:
         return complete(out)
@@ -1112,10 +1232,13 @@ def fill(args):
                         "another --out")
     if old and "end_of_text" in old:
         return complete(out)
-    encoder = get_encoding(args.tokenizer)
+    encoder = get_encoding(args.tokenizer, args.pattern)
+    if old and old.get("encoder", encoder.name) != encoder.name:
+        raise UserError(f"{out} was begun with the tokenizer {old['encoder']}, and {args.tokenizer} is {encoder.name} "
+                        "now: delete it or use another --out")
     dtype = FORMATS[20240520, 1] if encoder.n_vocab <= 2**16 else FORMATS[20240801, 7]
-    state = dict(settings=settings, hub=source.hub, files=len(source.files), position=[0, 0], skipped=0,
-                 skipped_first=[], lost=[], lost_bytes=0, splits={}) | (old or {})
+    state = dict(settings=settings, encoder=encoder.name, hub=source.hub, files=len(source.files), position=[0, 0],
+                 skipped=0, skipped_first=[], lost=[], lost_bytes=0, splits={}) | (old or {})
     limits = dict(train=args.max_tokens or None, val=args.val_tokens, test=args.test_tokens)
     writers = [Writer(out, f"{source.stem}_{s}", limits[s], args.shard_tokens, dtype, state["splits"].get(s))
                for s in SPLITS]
@@ -1136,7 +1259,7 @@ def fill(args):
     jobs = (((texts, args.holdout, none, [i for i, w in enumerate(writers) if w.full], dtype), tag)
             for texts, *tag in read_chunks(source, state["position"], args))
     show, saved, before = Progress(sum(size for _, size in source.files)), time.monotonic(), total("tokens")
-    with closing(in_order(jobs, encode_chunk, args.workers, args.tokenizer)) as results:
+    with closing(in_order(jobs, encode_chunk, args.workers, encoder)) as results:
         for documents, (position, done_bytes, skipped) in results:
             shards = [len(w.state["shards"]) for w in writers]
             for split, text_bytes, ids in documents:
@@ -1146,7 +1269,7 @@ def fill(args):
                     continue
                 if writer.limit is not None and writer.state["tokens"] + len(ids) > writer.limit:
                     ids = ids[:writer.limit - writer.state["tokens"]]
-                    text_bytes = len(encoder.decode_bytes(ids[1:].tolist()))
+                    text_bytes = len(encoder.decode_bytes(ids[len(encoder.first):].tolist()))
                 writer.add(ids, text_bytes)
             state["position"] = position
             bad, lost = ([s for s in skipped if (s[1] is None) == usual] for usual in (True, False))
@@ -1171,7 +1294,7 @@ def fill(args):
                         f"raise --holdout={args.holdout} (percent for val, for test), or do without: "
                         + " ".join(f"--{name}_tokens=0" for name in SPLITS[1:]))
     save()
-    save_encoding(encoder, out / "tokenizer.json")
+    encoder.save(out / "tokenizer.json")
     meta = {k: state[k] for k in ("settings", "hub", "files", "position", "input", "skipped", "skipped_first", "lost",
                                   "lost_bytes")} | dict(
         source=args.source, tokenizer=encoder.name, vocab_size=encoder.n_vocab, end_of_text=encoder.eot_token,
@@ -1288,4 +1411,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    import prepare_fineweb  # under the name by which hub.py and the workers know it, so that its classes are the same
+    prepare_fineweb.main()

@@ -189,8 +189,8 @@ def write_ranks(path, extra=()):
 
 
 def write_tokenizer(folder):
-    encoding = prepare_fineweb.get_encoding(str(write_ranks(folder / "mine.tiktoken")))
-    prepare_fineweb.save_encoding(encoding, folder / "tokenizer.json")
+    encoding = prepare_fineweb.get_encoding(str(write_ranks(folder / "mine.tiktoken")), "gpt2")
+    encoding.save(folder / "tokenizer.json")
     return folder / "tokenizer.json"
 
 

@@ -180,14 +180,14 @@ def test_memory_does_not_grow_with_a_long_evaluation(tmp_path):
 def test_ids_without_a_token_are_shown_and_padding_is_never_sampled(data, tmp_path, capsys):
     """Vocabularies have gaps (cl100k_base has), and models are padded beyond them."""
     ranks = write_ranks(tmp_path / "gap.tiktoken", {b" has": 400})
-    encoding = prepare_fineweb.get_encoding(str(ranks))
-    assert evaluation.decode(encoding, [104, 300, 258, 401]) == "h\ufffd the<|endoftext|>"
-    assert evaluation.decode(encoding, list("é☃".encode())) == "é☃"
+    encoding = prepare_fineweb.get_encoding(str(ranks), "gpt2")
+    assert encoding.decode([104, 300, 258, 401]) == "h\ufffd the<|endoftext|>"
+    assert encoding.decode(list("é☃".encode())) == "é☃"
     torch.manual_seed(0)
     out = make("standard").generate(tokens()[:, :1], 200, temperature=5.0, n_vocab=7)[:, 1:]
     assert out.max() < 7 and len(out.unique()) == 7
     run_training(data, tmp_path / "a", max_steps=1)
-    prepare_fineweb.save_encoding(encoding, tmp_path / "tokenizer.json")
+    encoding.save(tmp_path / "tokenizer.json")
     with pytest.raises(SystemExit):
         evaluation.main([str(tmp_path / "a"), "--prompt=x", f"--data_dir={tmp_path}", "--device=cpu"])
     assert "tokenizer.json has a vocabulary of 402, more than the model's 257" in capsys.readouterr().err
@@ -199,7 +199,7 @@ def test_data_of_another_tokenizer_is_refused(data, tmp_path, capsys):
     ranks = tmp_path / "same.tiktoken"
     ranks.write_bytes(b"".join(write_ranks(ranks).read_bytes().splitlines(keepends=True)[:256]))
     texts = write_corpus(tmp_path, ".jsonl", corpus())
-    meta = prepare(texts, tmp_path / "other", f"--tokenizer={ranks}", "--holdout=10")
+    meta = prepare(texts, tmp_path / "other", f"--tokenizer={ranks}", "--holdout=10", "--pattern=gpt2")
     assert meta["vocab_size"] == 257
     for task in ([], ["--routing"], ["--prompt=x"]):
         with pytest.raises(SystemExit):

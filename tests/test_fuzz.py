@@ -317,7 +317,7 @@ class Fuzz:
         else:
             raw = damaged(self.rng, raw)
         self.lay_out({name: raw})
-        encoding = prepare_fineweb.get_encoding(str(self.work / name))
+        encoding = prepare_fineweb.get_encoding(str(self.work / name), "gpt2")
         try:
             ids = encoding.encode_ordinary("some text é")
         except ValueError:  # what the preparation and eval.py turn into a line

