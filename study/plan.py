@@ -44,7 +44,7 @@ class Arm(NamedTuple):
 class Study:
     """The table [study] of a configuration."""
     steps: tuple = ()  # budgets of every arm, ascending; the last is the main one
-    long_steps: int = 0  # a longer one for the base and the two best arms; 0: none
+    long_steps: int = 0  # a longer one for `standard` and the two best arms of the first group; 0: none
     long_seeds: int = 2
     seeds: int = 3  # pairs of an arm, seeds 1, 2, ...
     tuning_seed: int = 101  # of the trials, used for nothing else
@@ -136,31 +136,32 @@ def tuned(study, arms, rows, name):
 
 
 def wanted(study, arms, rows):
-    """Cells that are not done, the most useful first: by group the trials, then the budgets seed by seed, then the
-    longest budget. A cell waits for the trials of its arm and for the shorter budgets of its trunk."""
-    out = []
-    for group in sorted({a.group for a in arms.values()}):
+    """Cells that are not done, the most useful first. By group the trials, then the budgets seed by seed, and after the
+    first group the longest budget for `standard` and its two best arms with routes. A cell waits for the trials of its
+    arm and for the shorter budgets of its trunk."""
+    out, groups = [], sorted({a.group for a in arms.values()})
+    for group in groups:
         mine = {n: a for n, a in arms.items() if a.group == group}
         for name, arm in mine.items():
             done = trials(study, rows, name)
             if len(done) < study.trials:
                 rate = trial(arm, done, configure(arm.keys)[1].lr)
                 out.append(Cell(name, study.tuning_seed, study.steps[0], *rate))
-        for seed in range(1, max(a.seeds for a in mine.values()) + 1):
-            for steps in study.steps:
-                out += [Cell(n, seed, steps, *rate) for n, a in mine.items() if seed <= a.seeds
-                        and (rate := tuned(study, arms, rows, n))]
-    if study.long_steps and not [c for c in out if c not in rows]:
-        at_main = {n: statistics.mean(losses(finished(study, arms, rows, n, study.steps[-1])).values()) for n in arms}
-        best = sorted((n for n in arms if arms[n].base == "standard" and n != "standard"), key=at_main.get)[:2]
-        out += [Cell(n, seed, study.long_steps, *tuned(study, arms, rows, n))
-                for seed in range(1, study.long_seeds + 1) for n in ("standard", *best)]
+        rates = {n: tuned(study, arms, rows, n) for n in mine}
+        out += [Cell(n, seed, steps, *rates[n]) for seed in range(1, max(a.seeds for a in mine.values()) + 1)
+                for steps in study.steps for n, a in mine.items() if seed <= a.seeds and rates[n]]
+        if group == groups[0] and study.long_steps and all(c in rows for c in out):
+            at_main = {n: statistics.mean(losses(finished(study, arms, rows, n, study.steps[-1])).values())
+                       for n, a in mine.items() if a.routed and a.base == "standard"}
+            best = sorted(at_main, key=at_main.get)[:2]
+            out += [Cell(n, seed, study.long_steps, *rates[n]) for seed in range(1, study.long_seeds + 1)
+                    for n in ("standard", *best)]
     left, seen = [c for c in out if c not in rows], set()
     return [c for c in left if not (c.trunk in seen or seen.add(c.trunk))]
 
 
 def left_to_train(study, arms, rows):
-    """{arm: (runs, steps) that are missing}, without the longest budget."""
+    """{arm: (runs, steps) that are missing}; those of the longest budget are counted under `standard`."""
     left = {}
     for name, arm in arms.items():
         runs = max(0, study.trials - len(trials(study, rows, name)))
@@ -169,6 +170,10 @@ def left_to_train(study, arms, rows):
             for before, end in zip((0, *map(branch_step, study.steps)), study.steps):
                 if not rate or Cell(name, seed, end, *rate) not in rows:
                     runs, steps = runs + 1, steps + end - before
+        if name == "standard" and study.long_steps:
+            others = sum(a.routed and (a.base, a.group) == ("standard", arm.group) for a in arms.values())
+            long = (1 + min(2, others)) * study.long_seeds - sum(c.steps == study.long_steps for c in rows)
+            runs, steps = runs + long, steps + long * (study.long_steps - branch_step(study.steps[-1]))
         if runs:
             left[name] = runs, steps
     return left
