@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from prepare_fineweb import UserError, first_line
 from study.cell import branch_step, configure
-from train import SCHEMA
 
 COLUMNS = ("arm", "seed", "steps", "lr", "route_lr_mult", "tokens", "loss", "test", "documents", "added", "largest",
            "moved", "tok_per_s", "machine", "torch", "data", "settings", "commit")
@@ -87,8 +86,8 @@ def read_config(path, args):
             cfg, t = configure(keys)
         except UserError as e:
             raise UserError(f"{path}, arm {name}: {str(e).removeprefix('command line: ')}") from None
-        same = {k: v for k, v in (dataclasses.asdict(cfg) | dataclasses.asdict(t)).items() if k in keys and v !=
-                SCHEMA[k].default and k not in ("data_dir", "prepare", "out_dir", "lr", "seed", "device", "log_every")}
+        same = {k: v for k, v in (dataclasses.asdict(cfg) | dataclasses.asdict(t)).items() if k in keys and k not in (
+            "data_dir", "prepare", "out_dir", "lr", "seed", "device", "log_every", "save_every")}
         settings = f"{zlib.crc32(json.dumps(same, sort_keys=True).encode()):08x}"
         router = cfg.residual_mode != "standard"
         arms[name] = Arm(keys, args.seeds or seeds, group, base, router, settings)
