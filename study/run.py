@@ -101,7 +101,7 @@ def start(args, arms, cell, slot):
     folder = Path(args.runs) / cell.trunk
     folder.mkdir(parents=True, exist_ok=True)
     keys = arms[cell.arm].keys | dict(seed=cell.seed, lr=cell.lr, route_lr_mult=cell.mult)
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     if torch.cuda.is_available():
         cards = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         cards = cards if cards[0] else [str(i) for i in range(torch.cuda.device_count())]
