@@ -60,7 +60,7 @@ class GPTConfig:
     norm_eps: float = 1e-6  # epsilon of every RMSNorm
     qk_norm: bool = True  # RMSNorm on each query and key head
     tie_embeddings: bool = True  # the head's matrix is the token embedding
-    init: Literal["papers", "gpt2", "fan_in", "zero"] = "papers"  # start of the weights, see `start_std`
+    init: Literal["papers", "gpt2", "fan_in", "zero"] = "zero"  # start of the weights, see `start_std`
 
     def __post_init__(self):
         for name in ("n_layer", "n_head", "n_embd", "seq_len"):
@@ -893,11 +893,13 @@ def start_std(cfg, name, fan_in):
         init    embedding, head   matrices         outputs             used by
         papers  0.02              0.02             0.02                2603.15031, 2605.18855, 2607.27230 (partly known)
         gpt2    0.02              0.02             0.02 / sqrt(2L)     GPT-2, nanoGPT
-        fan_in  1/sqrt(D)         1/sqrt(fan_in)   1/sqrt(2L fan_in)   muP (2203.03466), GPT-2's scaling by depth
-        zero    1/sqrt(D)         1/sqrt(fan_in)   0                   nanochat, modded-nanogpt
+        fan_in  1/sqrt(D)         1/sqrt(fan_in)   1/sqrt(2L fan_in)   muP (2203.03466) for the matrices
+        zero    1/sqrt(D)         1/sqrt(fan_in)   0                   nanochat, modded-nanogpt for the outputs
 
-    The first two fit one width each: at width 128, 0.02 leaves the embedding below what attention adds in one layer.
-    Stream and head see an embedding of 1/sqrt(D) at every width: tied logits start with a deviation of 1.
+    0.02 is a start for one width: at width 128 the embedding is smaller than what attention adds in a single layer, and
+    little of it reaches the head (OLMo 2 keeps 0.02 and moves the norms behind the sublayers). 1/sqrt(D) gives tied
+    logits a deviation of 1 at every width. Outputs of zero leave the stream to the embedding until they have learned:
+    a tied head first repeats the token, so that the loss begins above ln V, and is the lowest of all soon after.
     """
     deep, outer = (2 * cfg.n_layer) ** -0.5, name in ("embed.weight", "head.weight")
     output = name.endswith(("out.weight", "down.weight"))

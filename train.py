@@ -213,7 +213,7 @@ def take_shape(values, last):
     for key in hub.SHAPE:
         if key in values and values[key] != getattr(old, key) and (values[key] or type(SCHEMA[key].default) is not int):
             raise UserError(f"{key}={values[key]} contradicts {source}, which has {getattr(old, key)}: leave {key} out")
-    if values.get("init", "papers") != "papers":
+    if values.get("init", GPTConfig.init) != GPTConfig.init:
         raise UserError(f"init={values['init']} has no effect with init_from: leave one of them out")
     return {"seq_len": old.seq_len} | values | {key: getattr(old, key) for key in hub.SHAPE}
 

@@ -35,7 +35,7 @@ VARIANTS = {m: (m, {}) for m in MODES} | {
 SHIPPED = ("standard attnres attnres_block attnres_cumulative static_block delta delta_block mhar mhar_block "
            "mhar_delta rd dar dar_block hc mhc").split()
 OWN = [m for m in MODES if m not in SHIPPED]  # modes that a reader has added: every test that applies runs over them
-SMALL = dict(vocab_size=61, n_layer=3, n_head=4, n_kv_head=2, n_embd=32, n_ffn=48, seq_len=16)
+SMALL = dict(vocab_size=61, n_layer=3, n_head=4, n_kv_head=2, n_embd=32, n_ffn=48, seq_len=16, init="papers")
 
 
 def make(mode, seed=0, randomise=True, dtype=torch.float64, **changes):

@@ -366,7 +366,7 @@ def test_operations_are_counted_as_pytorch_counts_them():
     for tied in (True, False):
         model = make("standard", dtype=torch.float32, seq_len=64, n_embd=64, tie_embeddings=tied)
         cfg = model.cfg
-        with FlopCounterMode(display=False) as counter:
+        with FlopCounterMode(display=False) as counter, torch.no_grad():  # the loss makes its gradients in forward
             loss_of(model, tokens(2, 64))
         matrices = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
         attention = 2 * 2 * idx.numel() * 64 * cfg.n_layer * cfg.n_head * cfg.head_dim / 2

@@ -499,7 +499,8 @@ def test_compiling_changes_no_names_and_compiles_few_times(monkeypatch):
             gradients(model, idx)
             with torch.no_grad():
                 loss_of(model, idx)
-        assert 2 < counter.frame_count <= 8 and list(model.state_dict()) == names
+        # of the sublayers as before head and loss were compiled too: those have two, with and without gradients
+        assert 2 < counter.frame_count - 2 <= 8 and list(model.state_dict()) == names
 
 
 def test_nothing_asks_for_a_gpu_on_the_cpu(data, tmp_path, capsys, monkeypatch):

@@ -622,7 +622,7 @@ def test_a_vocabulary_above_the_tokenizers_is_said(data, tmp_path, capsys):
 
 
 def test_the_first_step_and_the_loss_before_training_are_logged(shards, tmp_path):
-    run(shards, tmp_path / "a", log_every=4, eval_every=5, max_steps=9)
+    run(shards, tmp_path / "a", log_every=4, eval_every=5, max_steps=9, init="papers")
     rows = read_log(tmp_path / "a")
     assert [r["step"] for r in rows] == ["0", "1", "4", "5", "8", "9"]
     assert float(rows[0]["val_loss"]) == pytest.approx(np.log(61), abs=0.1) and rows[0]["loss"] == ""
