@@ -782,8 +782,8 @@ class Attention(nn.Module):
             self.q_gain, self.k_gain = nn.Parameter(torch.empty(self.K)), nn.Parameter(torch.empty(self.K))
 
     def forward(self, h_qk, h_v, rope, cache=None):
-        if h_qk is h_v:
-            q, k, v = scaled_linear(h_v, self.gain, self.qkv.weight).split(self.sizes, dim=-1)
+        if h_v is None:  # the same as h_qk; identity would not survive the hooks of FSDP
+            q, k, v = scaled_linear(h_qk, self.gain, self.qkv.weight).split(self.sizes, dim=-1)
         else:
             w_qk, w_v = self.qkv.weight.split([self.sizes[0] + self.sizes[1], self.sizes[2]])
             q, k = scaled_linear(h_qk, self.gain, w_qk, self.qkv.weight).split(self.sizes[:2], dim=-1)
@@ -948,14 +948,16 @@ class GPT(nn.Module):
         if seed is not None:
             torch.manual_seed(seed)
         for name, p in self.named_parameters():
-            if name.startswith("residual."):
-                continue
-            if p.dim() == 2:
-                nn.init.normal_(p, std=start_std(self.cfg, name, fan_in=p.shape[1]))
-            else:
-                assert name.endswith("gain"), f"no start value for {name}"
-                nn.init.ones_(p)
+            if not name.startswith("residual."):
+                self.init_parameter(name, p)
         self.residual.init_weights()
+
+    def init_parameter(self, name, p):
+        if p.dim() == 2:
+            nn.init.normal_(p, std=start_std(self.cfg, name, fan_in=p.shape[1]))
+        else:
+            assert name.endswith("gain"), f"no start value for {name}"
+            nn.init.ones_(p)
 
     def forward(self, idx, targets=None, cache=None):
         """Token ids (B, T) -> (logits (B, T, V) in at least fp32, None); with targets (B, T) (None, their mean loss in
@@ -973,6 +975,7 @@ class GPT(nn.Module):
         for site, sublayer in enumerate(self.sublayers):
             look(site, state)
             h_qk, h_v = residual.read(site, state)
+            h_v = None if h_v is h_qk else h_v
             if cfg.remat and torch.is_grad_enabled():
                 y = checkpoint(sublayer, h_qk, h_v, rope, use_reentrant=False)
             else:

@@ -46,7 +46,7 @@ import torch.distributed as dist
 
 import hub
 import prepare_fineweb
-from model import GPT, RESIDUAL_MODES, AttnRes, Delta, GPTConfig, require, require_choice
+from model import GPT, RESIDUAL_MODES, AttnRes, Delta, GPTConfig, at_least_fp32, require, require_choice
 from prepare_fineweb import UserError, check_shards, file_crc, first_line, lock_folder, read_header, read_meta
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -63,6 +63,7 @@ class TrainConfig:
     dtype: str = "auto"  # compute dtype: auto | float32 | bfloat16 | float64 (float64 is for tests)
     compile: str = "auto"  # torch.compile: auto (on CUDA) | on | off; compiled runs on a CPU are not bit-reproducible
     init_from: str = ""  # start from these weights: a run, a Hugging Face folder, or a Hub id (owner/name[@revision])
+    parallel: str = "ddp"  # several processes: ddp (each holds the whole model) | fsdp (each holds a part of it)
     resume: bool = False  # go on from last.pt in the run folder; starts fresh in a new or empty one
     overwrite: bool = False  # start afresh in a run folder that holds a run: its log and checkpoints are deleted
     micro_batch: int = 8  # sequences per process in one forward pass; lower it when memory runs out
@@ -102,11 +103,14 @@ class TrainConfig:
         require(self.dtype != "float16", "dtype=float16 is not supported: use bfloat16 or float32")
         for name, choices in (("device", ("auto", "cpu", "cuda", "mps")), ("compile", ("auto", "on", "off")),
                               ("dtype", ("auto", "float32", "bfloat16", "float64")), ("schedule", ("cosine", "wsd")),
-                              ("optimizer", ("adamw", "muon")), ("tracker", ("none", "tensorboard", "wandb"))):
+                              ("optimizer", ("adamw", "muon")), ("parallel", ("ddp", "fsdp")),
+                              ("tracker", ("none", "tensorboard", "wandb"))):
             require_choice(name, getattr(self, name), choices)
         require(self.seed < 2**62, f"seed={self.seed}: must be below 2^62")
         require(self.schedule == "wsd" or not self.decay_steps, f"decay_steps={self.decay_steps} has no effect in "
                 f"schedule={self.schedule}: remove it, or use schedule=wsd")
+        require(self.parallel == "ddp" or torch_version() >= (2, 13), "parallel=fsdp needs PyTorch 2.13 or newer ("
+                f"norms of shards were wrong), this is {torch.__version__}; update it, or use parallel=ddp")
         require(self.optimizer == "adamw" or hasattr(torch.optim, "Muon"), "optimizer=muon needs PyTorch 2.9 or newer, "
                 f"this is {torch.__version__}: pip install -U torch, or use optimizer=adamw")
         require(self.stop_after <= self.max_steps, f"stop_after={self.stop_after} is behind the last step, max_steps="
@@ -520,7 +524,8 @@ def compile_model(model, mode, device, say):
         torch._dynamo.reset()
         return "off, no working compiler"
     model.chunk_loss = torch.compile(model.chunk_loss, dynamic=False)  # head and loss, in every mode alike
-    if model.cfg.route_impl != "reference" and model.fused:  # the bank is written in place, which no graph likes
+    # the bank is written in place, which no graph likes, and shards come and go between sublayers
+    if is_sharded(model) or (model.cfg.route_impl != "reference" and model.fused):
         for sublayer in model.sublayers:
             sublayer.compile(dynamic=False)
         return "on, sublayers and head"
@@ -549,15 +554,17 @@ def evaluate(model, tokens, batch, device, dtype, limit=None, rank=0, world=1, s
     Every token but the first is predicted once, from at most seq_len before it. With a limit below the split's size,
     `limit` of them, in windows that are spread evenly over the split: the same ones each time. Batches are dealt out to
     the ranks. All batches have one shape, with targets of -1 (not counted) behind the last token. As soon as `stop()`
-    is true on one of the ranks the result is (None, 0).
+    is true on one of the ranks the result is (None, 0). A sharded model runs equally often on every rank.
     """
     T, n = tokens.seq_len, tokens.total - 1 if limit is None else min(limit, tokens.total - 1)
     windows, all_windows = -(-n // T), -(-(tokens.total - 1) // T)
     batch = min(batch, windows)
     nll, count = 0.0, 0
-    for first in range(rank * batch, windows, world * batch):
-        if stop():
+    together = is_sharded(model)
+    for first in range(0 if together else rank * batch, windows, world * batch):
+        if sum_over_ranks([float(stop())], device)[0] if together else stop():
             break
+        first += rank * batch * together
         x, y = np.zeros((batch, T), np.int64), np.full((batch, T), -1)
         for row, i in enumerate(range(first, min(first + batch, windows))):
             size = min(T, n - i * T)
@@ -567,7 +574,8 @@ def evaluate(model, tokens, batch, device, dtype, limit=None, rank=0, world=1, s
         x, y = (torch.from_numpy(a).to(device) for a in (x, y))
         with autocast(device, dtype):
             loss = model(x, y)[1]
-        nll, count = nll + loss.item() * mine, count + mine
+        if mine:
+            nll, count = nll + loss.item() * mine, count + mine
         show(first / windows)
     nll, count, stopped = sum_over_ranks([nll, float(count), float(stop())], device)
     return (None, 0) if stopped else (nll / count, int(count))
@@ -616,7 +624,7 @@ def find_checkpoint(name):
     return path
 
 
-def load_checkpoint(path):
+def load_checkpoint(path, mmap=False):
     """Checkpoint on the host, as tensors and plain types only; raises UserError if the file cannot be used.
 
     A field of the configuration that the file lacks has its default: it is older than the field.
@@ -625,7 +633,7 @@ def load_checkpoint(path):
         with zipfile.ZipFile(path) as z:
             if z.testzip():
                 raise ValueError(f"{z.testzip()} in it does not match its checksum")
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
         for key, kind in dict(config=dict, data=dict, model=dict, step=int, tokens=int, best=float,
                               rng=torch.Tensor).items():
             value = content[key]
@@ -664,9 +672,70 @@ def build_from(content, path):
     return model
 
 
+def build_sharded(cfg, t, device, dtype):
+    """GPT(cfg) in shards over all processes, with the weights that one process would have. A process never holds more
+    than its shards and one whole parameter.
+
+    A unit of FSDP2 is a sublayer, whole only while it runs. All else (embedding, head, gain, residual) is the root's:
+    whole and in full precision throughout a step, for the residual's parameters are read outside of any module. Shards
+    lie within a machine; across machines they are replicated, so that only gradients travel there.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor import Shard
+    world, local = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
+    if world % local:
+        raise UserError(f"parallel=fsdp needs as many processes on every machine: {world} do not divide by {local}")
+    if t.optimizer == "muon" and cfg.n_embd % local:
+        raise UserError(f"optimizer=muon with parallel=fsdp: n_embd={cfg.n_embd} does not divide by {local} processes")
+    shape, names = ((local,), ("shard",)) if world == local else ((world // local, local), ("replicate", "shard"))
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    model = build(cfg, "meta").to(torch.float64 if dtype == torch.float64 else None)
+    policy = MixedPrecisionPolicy(dtype if dtype == torch.bfloat16 else None, at_least_fp32(dtype), None, False)
+    # columns, so that q, k and v, and gate and up, can be told apart in a shard
+    columns = (lambda p: Shard(1) if p.dim() == 2 else None) if t.optimizer == "muon" else None
+    for sublayer in model.sublayers:
+        fully_shard(sublayer, mesh=mesh, mp_policy=policy, shard_placement_fn=columns)
+    fully_shard(model, mesh=mesh)
+    model.to_empty(device=device)
+    residual = type(model.residual)(cfg)
+    torch.manual_seed(t.seed)  # as GPT.init_weights
+    with torch.no_grad():
+        residual.init_weights()
+        start = {f"residual.{name}": p for name, p in residual.named_parameters()}
+        for name, p in model.named_parameters():
+            if name not in start:
+                model.init_parameter(name, value := torch.empty(p.shape))
+            p.copy_(like(start.get(name, value).to(p.dtype), p))
+    return model
+
+
+def is_sharded(model):
+    return hasattr(model, "reshard")  # FSDP2 changes the class
+
+
+def like(value, p):
+    """This process's shard of a whole tensor, if parameter p has shards."""
+    if not hasattr(p, "to_local") or value.shape != p.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+    return distribute_tensor(value.to(p.device), p.device_mesh, p.placements, src_data_rank=None)
+
+
+def gathered(tree):
+    """A state dict with its shards put together, one tensor at a time: whole on the host of rank 0, None elsewhere."""
+    if isinstance(tree, dict):
+        return {key: gathered(value) for key, value in tree.items()}
+    if not hasattr(tree, "full_tensor"):
+        return tree
+    whole = tree.full_tensor()
+    return whole.cpu() if dist.get_rank() == 0 else None
+
+
 def load_weights(model, content, path, assign=False):
+    own = dict(model.named_parameters()) if is_sharded(model) else {}
     try:
-        model.load_state_dict(content["model"], assign=assign)
+        model.load_state_dict({k: like(v, own.get(k)) for k, v in content["model"].items()}, assign=assign)
     except (RuntimeError, AttributeError) as e:
         raise UserError(f"{path} does not fit the model: {' '.join(str(e).split())[:300]}") from None
 
@@ -684,14 +753,21 @@ def train(cfg, t):
     on_first_rank(prepare_data, t)
     cfg, data, val, about_data = open_data(cfg, t)
 
-    base = None  # the residual that the weights come with
+    base, sharded = None, t.parallel == "fsdp" and world > 1  # base: the residual that the weights come with
     if t.init_from and not (t.resume and os.path.lexists(Path(t.out_dir) / "last.pt")):
         model, base = convert(cfg, t, about_data)
         torch.manual_seed(t.seed)
+        if sharded:
+            whole, model = model, build_sharded(cfg, t, device, dtype)
+            load_weights(model, {"model": whole.state_dict()}, t.init_from)
+            del whole
+    elif sharded:
+        model = build_sharded(cfg, t, device, dtype)
     else:
         model = build(cfg)  # made on the host, so that a seed gives the same weights on every device
         model.init_weights(t.seed)
-    model = model.to(device, torch.float64 if dtype == torch.float64 else None)
+    if not sharded:
+        model = model.to(device, torch.float64 if dtype == torch.float64 else None)
     optimizer = make_optimizer(model, t, device)
     on_first_rank(lock_run_folder, t)
     start, best, owed = resume(cfg, t, model, optimizer, about_data, say) if t.resume else (0, math.inf, True)
@@ -699,7 +775,7 @@ def train(cfg, t):
     check_agreement(start_facts(cfg, t, dtype, start, about_data, val, model))
     if start < t.max_steps:
         on_first_rank(describe_run, cfg, t)
-    notes = describe_conversion(cfg, t, model, base, val, data, device) if base and rank == 0 else []
+    notes = describe_conversion(cfg, t, model, base, val, data, device) if base and rank == 0 and not sharded else []
     compiled = compile_model(model, t.compile, device, say)
     introduce(cfg, t, model, data, world, accumulate, say)
     say(f"device: {device} ({why_device}); dtype: {str(dtype)[6:]} ({why_dtype}); compile: {compiled}")
@@ -711,7 +787,7 @@ def train(cfg, t):
         return say(f"{t.out_dir} is finished: {start} of {end} steps are done; raise --{limit} to go on")
 
     wrapped = model
-    if world > 1:
+    if world > 1 and not sharded:
         wrapped = torch.nn.parallel.DistributedDataParallel(
             model, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True)
     stop, batches = StopSignal(), read_ahead(data, t, range(start, end), accumulate, rank, world, device.type == "cuda")
@@ -722,7 +798,8 @@ def train(cfg, t):
         for i in range(accumulate):
             rows, crc, seconds = next(batches)
             rows, waited = rows.to(device, non_blocking=True), waited + seconds
-            with nullcontext() if world == 1 or i == accumulate - 1 else wrapped.no_sync():  # averaged once a step
+            # averaged once a step; shards at once, for whole gradients would take the memory that they save
+            with nullcontext() if world == 1 or sharded or i == accumulate - 1 else wrapped.no_sync():
                 with autocast(device, dtype):
                     part = wrapped(rows[:, :-1], rows[:, 1:])[1] / accumulate
                 part.backward()
@@ -739,14 +816,15 @@ def train(cfg, t):
         return loss, norm, waited, crc, signalled > 0
 
     def finite():
-        return all(p.isfinite().all() for p in model.parameters())
+        bad = sum(not (p.to_local() if hasattr(p, "to_local") else p).isfinite().all() for p in model.parameters())
+        return not (sum_over_ranks([float(bad)], device)[0] if sharded else bad)
 
     def keep(name, done):
         """Save the state behind step `done`."""
         content = dict(config=asdict(cfg) | asdict(t), data=about_data, step=done, tokens=done * t.tokens_per_step,
-                       best=best, owed=bool(owed), rng=torch.get_rng_state(), model=dict(model.state_dict()))
+                       best=best, owed=bool(owed), rng=torch.get_rng_state(), model=gathered(dict(model.state_dict())))
         if name == "last.pt":
-            content["optimizer"] = optimizer.state_dict()
+            content["optimizer"] = gathered(optimizer.state_dict())
         if rank == 0:
             save_checkpoint(t.out_dir, name, content)
 
@@ -771,12 +849,12 @@ def train(cfg, t):
                 try:
                     log.step(done, row, val_loss, signalled)
                 except UserError as e:
-                    if finite():  # what was trained is worth more than the line about it
+                    if not sharded and finite():  # what was trained is worth more than the line about it
                         try:
                             keep("last.pt", done)
                         except UserError as more:
                             raise UserError(f"{e}; {more}") from None
-                    raise UserError(f"{e}; the model of step {done} is saved") from None
+                    raise UserError(f"{e}; the model of step {done} is saved" if not sharded else str(e)) from None
             if val_loss is not None and val_loss < best and done:
                 best = val_loss
                 keep("best.pt", done)
@@ -841,9 +919,9 @@ def start_facts(cfg, t, dtype, start, about_data, val, model):
 
 
 def weights_checksum(model):
-    """Sum of the bit patterns: of integers, so that no order of summation matters."""
+    """Sum of the bit patterns: of integers, so that no order of summation matters. Shards differ, they count nothing."""
     bits = sum(int(p.detach().view(torch.int32 if p.element_size() == 4 else torch.int64).sum(dtype=torch.int64))
-               for p in model.parameters())
+               for p in model.parameters() if not is_sharded(model))
     return f"{bits % 2**64:016x}"
 
 
@@ -1043,7 +1121,7 @@ def resume(cfg, t, model, optimizer, about_data, say):
     if not os.path.lexists(path):
         say(f"nothing to resume in {t.out_dir}: starting fresh")
         return 0, math.inf, True
-    saved = load_checkpoint(path)
+    saved = load_checkpoint(path, mmap=is_sharded(model))
     if "optimizer" not in saved:
         raise UserError(f"{path} has no optimizer state, so the run cannot go on exactly: start another --out_dir")
     old = {name: field.default for name, field in SCHEMA.items()} | saved["config"] | asdict(saved["cfg"])
@@ -1058,7 +1136,10 @@ def resume(cfg, t, model, optimizer, about_data, say):
     load_weights(model, saved, path)
     options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     try:
-        for group, option in zip(saved["optimizer"]["param_groups"], options):
+        for group, own, option in zip(saved["optimizer"]["param_groups"], optimizer.param_groups, options):
+            for i, p in zip(group["params"], own["params"]):
+                state = saved["optimizer"]["state"]
+                state |= {i: {k: like(v, p) for k, v in state[i].items()}} if i in state else {}
             group.update(option)  # the settings of this start; `fused` among them decides where the state has to lie
         optimizer.load_state_dict(saved["optimizer"])
         for group in optimizer.param_groups if saved["step"] else ():  # before the first step there is none
@@ -1286,8 +1367,12 @@ def open_tracker(cfg, t, start):
 TORCH = 2, 8  # the oldest that has all that is used here; requirements.txt names the one that is tested
 
 
+def torch_version():
+    return tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
+
+
 def check_torch():
-    if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < TORCH:
+    if torch_version() < TORCH:
         raise UserError(f"PyTorch {torch.__version__} is older than {'.'.join(map(str, TORCH))}: "
                         "pip install -r requirements.txt")
 

@@ -1,10 +1,28 @@
 """train.py beyond one GPU: optimizers, the loss of large vocabularies, processes, estimates."""
+import json
+import os
+import socket
+import subprocess
+import sys
 import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close, gradients, loss_of, make, measured, run_training, same_weights, tokens
+from helpers import (
+    HERE,
+    MODES,
+    assert_close,
+    flags,
+    gradients,
+    loss_of,
+    make,
+    measured,
+    read_log,
+    run_training,
+    same_weights,
+    tokens,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import model as model_file
@@ -128,3 +146,125 @@ def test_head_and_loss_are_compiled_in_every_mode(monkeypatch):
             train.compile_model(model, "on", torch.device("cpu"), print)
         assert model.chunk_loss in seen
         assert_close(gradients(model, idx)[1], grads, 1e-12)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Several processes. They are expensive to start: one start for many runs.
+
+DRIVER = """
+import json, os, sys
+sys.path.insert(0, sys.argv[1])
+import train
+try:
+    for argv in json.loads(sys.argv[2]):
+        train.train(*train.load_config(argv))
+    print("all done", flush=True)
+finally:  # gloo's threads can hang at the end
+    sys.stderr.flush()
+    os._exit(int(sys.exc_info()[1] is not None and (print(sys.exc_info()[1], file=sys.stderr, flush=True) or True)))
+"""
+
+
+def spawn(runs, world=2, local=0, timeout=550):
+    """Runs, one after the other, on `world` processes, `local` to a machine; returns the outputs of the processes."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    local = local or world
+    env = {**os.environ, "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(local), "MASTER_ADDR": "127.0.0.1",
+           "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test", "OMP_NUM_THREADS": "1"}
+    jobs = [subprocess.Popen([sys.executable, "-c", DRIVER, str(HERE), json.dumps(runs)], text=True,
+                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=HERE,
+                             env=env | {"RANK": str(r), "LOCAL_RANK": str(r % local)}) for r in range(world)]
+    try:
+        return [job.communicate(timeout=timeout)[0] for job in jobs]
+    finally:
+        for job in jobs:
+            job.kill()
+
+
+def assert_same_run(a, b, tol):
+    a, b = read_log(a), read_log(b)
+    assert len(a) == len(b) > 1
+    for x, y in zip(a, b):
+        assert x["crc"] == y["crc"] and x["step"] == y["step"]
+        for key in ("loss", "val_loss", "grad_norm"):
+            assert x[key] == y[key] == "" or abs(float(x[key]) - float(y[key])) < tol, (key, x, y)
+
+
+def test_shards_give_the_numbers_of_one_process(data, tmp_path):
+    """With evaluations that do not divide by the processes, clipping, accumulation, remat; resumed from each other."""
+    first = dict(max_steps=2, grad_clip=0.5, eval_every=1, save_every=0, schedule="wsd", decay_steps=1, min_lr=1e-2)
+    longer, shards = first | dict(max_steps=3, resume="true"), dict(parallel="fsdp", remat="true")
+    for mode in ("rd", "mhc"):
+        run_training(data, tmp_path / f"{mode} one", residual_mode=mode, **first)
+        run_training(data, tmp_path / f"{mode} to shards", residual_mode=mode, **first)
+    muon = dict(optimizer="muon", max_steps=1, eval_every=0)
+    run_training(data, tmp_path / "muon one", **muon)
+    out = spawn([*(flags(data, tmp_path / f"{mode} shards", residual_mode=mode, **first, **shards)
+                   for mode in ("rd", "mhc")),
+                 *(flags(data, tmp_path / f"{mode} to shards", residual_mode=mode, **longer, **shards)
+                   for mode in ("rd", "mhc")),
+                 flags(data, tmp_path / "muon shards", parallel="fsdp", **muon)])
+    assert all("all done" in text for text in out), out[0][-3000:]
+    for mode in ("rd", "mhc"):
+        assert_same_run(tmp_path / f"{mode} shards", tmp_path / f"{mode} one", 1e-10)
+        for name in ("one", "shards"):
+            run_training(data, tmp_path / f"{mode} {name}", residual_mode=mode, **longer)
+        for name in ("shards", "to shards"):
+            assert_same_run(tmp_path / f"{mode} {name}", tmp_path / f"{mode} one", 1e-10)
+    one, two = (torch.load(tmp_path / f"muon {n}/last.pt", weights_only=True)["model"] for n in ("one", "shards"))
+    for name, w in one.items():  # Newton and Schulz's iteration is in bf16
+        assert (w - two[name]).norm() <= 1e-3 * w.norm(), name
+
+
+def matrix(data, folder, name, modes=MODES, **settings):
+    base = dict(max_steps=10, eval_every=10, grad_clip=0.5, save_every=0, lr=3e-3)
+    return [flags(data, folder / f"{name} {mode}", residual_mode=mode, **base | settings) for mode in modes]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype, tol", [("float64", 1e-10), ("float32", 1e-5)])
+def test_all_modes_on_all_engines(dtype, tol, data, tmp_path):
+    """2 DDP, 2 and 4 FSDP, 2 x 2, remat, tied and untied: loss, val loss and norm of one process."""
+    few, shards = ("standard", "rd", "dar_block", "mhc"), dict(parallel="fsdp", dtype=dtype)
+    one = matrix(data, tmp_path, "one", dtype=dtype) + matrix(data, tmp_path, "one untied", few, tie_embeddings="false",
+                                                               dtype=dtype)
+    for runs, world, local in (
+            (one, 1, 1), (matrix(data, tmp_path, "ddp", dtype=dtype), 2, 2),
+            (matrix(data, tmp_path, "two", **shards) + matrix(data, tmp_path, "remat", remat="true", **shards) +
+             matrix(data, tmp_path, "untied", few, tie_embeddings="false", **shards), 2, 2),
+            (matrix(data, tmp_path, "four", micro_batch=1, **shards), 4, 4),
+            (matrix(data, tmp_path, "machines", micro_batch=1, **shards), 4, 2)):
+        out = spawn(runs, world, local)
+        assert all("all done" in text for text in out), out[0][-3000:]
+    for name, modes, reference in (("ddp", MODES, "one"), ("two", MODES, "one"), ("remat", MODES, "one"),
+                                   ("untied", few, "one untied"), ("four", MODES, "one"), ("machines", MODES, "one")):
+        for mode in modes:
+            assert_same_run(tmp_path / f"{name} {mode}", tmp_path / f"{reference} {mode}", tol)
+
+
+@pytest.mark.slow
+def test_checkpoints_go_from_each_engine_to_each(data, tmp_path):
+    engines = {"one": (1, {}), "ddp": (2, dict(parallel="ddp")), "fsdp": (2, dict(parallel="fsdp"))}
+    settings = dict(residual_mode="dar_block", schedule="wsd", decay_steps=1, min_lr=1e-2, eval_every=0, save_every=0)
+    spawn([flags(data, tmp_path / "whole", **settings)], 1)
+    for source, (world, options) in engines.items():
+        spawn([flags(data, tmp_path / f"{source} {target}", **settings | options | dict(max_steps=3))
+               for target in engines], world)
+    for target, (world, options) in engines.items():
+        spawn([flags(data, tmp_path / f"{source} {target}", resume="true", **settings | options)
+               for source in engines], world)
+    for source in engines:
+        for target in engines:
+            assert_same_run(tmp_path / f"{source} {target}", tmp_path / "whole", 1e-10)
+
+
+def test_old_versions_and_uneven_machines_are_refused(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.12.1")
+    with pytest.raises(UserError, match="parallel=fsdp needs PyTorch 2.13 .* or use parallel=ddp"):
+        train.load_config(["--parallel=fsdp"])
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
+    with pytest.raises(UserError, match="as many processes on every machine: 3 do not divide by 2"):
+        train.build_sharded(None, None, None, None)
