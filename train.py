@@ -919,7 +919,7 @@ def start_facts(cfg, t, dtype, start, about_data, val, model):
 
 
 def weights_checksum(model):
-    """Sum of the bit patterns: of integers, so that no order of summation matters. Shards differ, they count nothing."""
+    """Sum of the bit patterns: of integers, so that no order of summation matters. Shards have none."""
     bits = sum(int(p.detach().view(torch.int32 if p.element_size() == 4 else torch.int64).sum(dtype=torch.int64))
                for p in model.parameters() if not is_sharded(model))
     return f"{bits % 2**64:016x}"
