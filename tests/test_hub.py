@@ -687,3 +687,52 @@ def test_a_real_model_is_imported_and_converted_without_disturbing_it(smollm2):
             assert abs(change) <= 1e-6 and most <= 3e-4, mode
         else:
             assert change > 0.1, mode
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Fine-tuning
+
+
+RECIPES = {  # config: the shape of the model it starts from, parameters in millions, processes, tokens in billions
+    "finetune_qwen3_0.6b": (dict(n_layer=28, n_head=16, n_kv_head=8, head_dim=128, n_embd=1024, n_ffn=3072,
+                                 vocab_size=151_936, seq_len=40_960, rope_theta=1e6), 596.05, 4, 1.31),
+    "finetune_8b": (dict(n_layer=32, n_head=32, n_kv_head=8, head_dim=128, n_embd=4096, n_ffn=14_336, qk_norm=False,
+                         vocab_size=128_256, seq_len=4096, rope_theta=5e5, rope_scale=8.0, norm_eps=1e-5,
+                         tie_embeddings=False), 8030.26, 8, 9.96)}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_papers_recipes_fit_their_models(name, monkeypatch):
+    shape, millions, processes, billions = RECIPES[name]
+    asked = []
+    monkeypatch.setattr(hub, "locate", lambda name: asked.append(name) or name)
+    monkeypatch.setattr(hub, "read_config", lambda folder: GPTConfig(**shape))
+    cfg, t = train.load_config([str(HERE / f"configs/{name}.toml")])
+    assert asked == [t.init_from] and train.check_batch(cfg, t, processes)
+    with torch.device("meta"):
+        n = train.GPT(cfg).count()
+    assert (n["total"] - n["router"]) / 1e6 == pytest.approx(millions, abs=0.01) and n["router"] / n["total"] < 0.001
+    assert t.max_steps * t.tokens_per_step / 1e9 == pytest.approx(billions, abs=0.01)
+    assert f"--nproc_per_node={processes} train.py configs/{name}.toml" in (HERE / f"configs/{name}.toml").read_text()
+
+
+@pytest.mark.slow
+def test_converted_models_train_on_as_their_base_does(data, tmp_path):
+    shape = dict(n_layer=4, n_head=4, n_embd=64, n_ffn=128, seq_len=64, micro_batch=8, tokens_per_step=512)
+    run_training(data, tmp_path / "base", dtype="float32", max_steps=400, lr=3e-3, eval_every=0, save_every=0, **shape)
+
+    def losses(name, mode, mult=1, **knobs):
+        rows = start(data, tmp_path / name, tmp_path / "base", residual_mode=mode, route_lr_mult=mult, lr=2e-4,
+                     min_lr=2e-4, warmup_steps=10, max_steps=100, eval_every=0, save_every=0, seed=5, micro_batch=8,
+                     tokens_per_step=512, **knobs)
+        return np.array([float(r["loss"]) for r in rows if int(r["step"])])
+    control = losses("control", "standard")
+    for mode in RESIDUAL_MODES:
+        for mult in (1, 100) if mode == "mhar_delta" else (1,):
+            if RESIDUAL_MODES[mode].exact_start and mode != "standard":
+                assert (losses(f"{mode}{mult}", mode, mult) - control).max() < 0.02, (mode, mult)
+    moved = train.load_checkpoint(tmp_path / "mhar_delta1/last.pt")["model"]
+    assert all(v.abs().max() > 0 for k, v in moved.items() if ".gate." in k)
+    above = losses("delta_block", "delta_block", 100, depth_block=4) - control
+    assert above[0] > 0.01  # it starts elsewhere
+    assert above[19:24].mean() < above[0] / 2 and above[59:].mean() < 0.03

@@ -241,7 +241,8 @@ PAPER_SHAPES = {  # config -> the paper's vocabulary, parameters in millions (sp
 
 
 def test_configurations_have_the_papers_shapes():
-    assert {p.stem for p in HERE.glob("configs/*.toml")} == {*PAPER_SHAPES, "tiny"}
+    found = {p.stem for p in HERE.glob("configs/*.toml")}
+    assert found == {*PAPER_SHAPES, "tiny", "finetune_qwen3_0.6b", "finetune_8b"}  # the last two: test_hub.py
     for name, (vocabulary, millions, spread) in PAPER_SHAPES.items():
         path = HERE / "configs" / f"{name}.toml"
         cfg, t = train.load_config([str(path)])
