@@ -158,8 +158,9 @@ def sample(args, model, saved, device, dtype):
 
 
 def find_encoding(args, model, saved):
-    """The tokenizer beside the data: no network needed."""
-    path = Path(data_folder(args, saved)) / "tokenizer.json"
+    """The tokenizer beside the data, or that of a Hugging Face model: no network needed."""
+    folder = saved.get("folder", "") if not args.data_dir else ""
+    path = Path(folder or data_folder(args, saved)) / "tokenizer.json"
     if not path.exists() and saved["data"].get("tokenizer") != "bytes":
         raise UserError(f"{path} is missing, so text cannot be encoded: give the data's folder with --data_dir")
     encoding = get_encoding(str(path) if path.exists() else "bytes")

@@ -328,14 +328,14 @@ def step_zero(model, base, rows):
 class Adapter:
     """What lm-eval asks of a model. Every process runs the whole harness, and only the forward passes are shared out.
 
-    encoding: encode_ordinary, eot_token and, where text begins with a token of its own, bos_token; decode: ids -> text;
-    autocast: makes the context of a forward pass; batch: sequences in one; max_length: tokens of context.
+    encoding: encode_ordinary, eot_token, n_vocab, name and `first`, the ids that a document begins with; decode: ids to
+    text; autocast: makes the context of a forward pass; batch: sequences in one; max_length: tokens of context.
     """
 
     def __init__(self, model, encoding, decode, autocast, batch, max_length):
         super().__init__()
         self.model, self.encoding, self.decode, self.autocast, self.batch = model, encoding, decode, autocast, batch
-        self.max_length, self.bos = max_length, getattr(encoding, "bos_token", None)
+        self.max_length, self.first = max_length, list(getattr(encoding, "first", [encoding.eot_token]))
         self._device = model.gain.device
 
     @property
@@ -344,7 +344,7 @@ class Adapter:
 
     @property
     def prefix_token_id(self):
-        return self.eot_token_id if self.bos is None else self.bos
+        return self.first[0]
 
     @property
     def tokenizer_name(self):
@@ -352,7 +352,8 @@ class Adapter:
 
     def tok_encode(self, string, add_special_tokens=None, **_):
         ids = self.encoding.encode_ordinary(string)
-        return ids if self.bos is None or add_special_tokens is False else [self.bos, *ids]
+        bare = add_special_tokens is False or self.first == [self.eot_token_id]  # the harness' own backend does so
+        return ids if bare else [*self.first, *ids]
 
     def spread(self, items, function, size):
         """function(batch) -> list of results, over all processes; returns those of all items, in their order.

@@ -583,7 +583,7 @@ def test_tasks_agree_with_the_harness_own_backend(bos, tmp_path):
         t.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
     fast = transformers.PreTrainedTokenizerFast(
         tokenizer_object=t, eos_token=t.id_to_token(0), pad_token=t.id_to_token(0), bos_token="<s>" if bos else None)
-    encoding = SimpleNamespace(eot_token=0, bos_token=1 if bos else None, n_vocab=500, name="bpe",
+    encoding = SimpleNamespace(eot_token=0, first=[int(bos)], n_vocab=500, name="bpe",
                                encode_ordinary=lambda s: t.encode(s, add_special_tokens=False).ids)
     hf = theirs("llama untied, GQA", layers=2, vocab=500)
     for p in hf.parameters():
