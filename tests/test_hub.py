@@ -355,8 +355,7 @@ def test_own_runs_go_on_as_another_mode_or_as_themselves(data, tmp_path, capsys)
         start(data, tmp_path / "c", tmp_path / "rd")
 
 
-EXACT = {m: 0.0 for m in RESIDUAL_MODES} | {m: 2e-5 for m in RESIDUAL_MODES if m.startswith(("attnres", "mhar", "rd",
-         "dar", "delta", "mhc"))} | {"mhar_delta": 0.0}
+EXACT = {m: 0.0 if m in ("standard", "hc", "mhar_delta") else 2e-5 for m in RESIDUAL_MODES}
 
 
 @pytest.mark.parametrize("mode", RESIDUAL_MODES)
