@@ -710,7 +710,7 @@ def test_the_papers_recipes_fit_their_models(name, monkeypatch):
     assert asked == [t.init_from] and train.check_batch(cfg, t, processes)
     with torch.device("meta"):
         n = train.GPT(cfg).count()
-    assert (n["total"] - n["router"]) / 1e6 == pytest.approx(millions, abs=0.01) and n["router"] / n["total"] < 0.001
+    assert (n["total"] - n["residual"]) / 1e6 == pytest.approx(millions, abs=0.01) and n["residual"] / n["total"] < 0.001
     assert t.max_steps * t.tokens_per_step / 1e9 == pytest.approx(billions, abs=0.01)
     assert f"--nproc_per_node={processes} train.py configs/{name}.toml" in (HERE / f"configs/{name}.toml").read_text()
 
