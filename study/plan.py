@@ -42,7 +42,7 @@ class Arm(NamedTuple):
 @dataclasses.dataclass
 class Study:
     """The table [study] of a configuration."""
-    steps: tuple = ()  # budgets of every arm, ascending; the last is the main one
+    steps: list = dataclasses.field(default_factory=list)  # budgets of every arm, ascending; the last is the main one
     long_steps: int = 0  # a longer one for `standard` and the two best arms of the first group; 0: none
     long_seeds: int = 2
     seeds: int = 3  # pairs of an arm, seeds 1, 2, ...
@@ -60,11 +60,13 @@ def read_config(path, args):
     except (OSError, ValueError) as e:
         raise UserError(f"cannot read {path}: {first_line(e)}") from None
     table, tables, claims = (content.pop(k, d) for k, d in (("study", {}), ("arm", {}), ("claim", [])))
-    known = {f.name for f in dataclasses.fields(Study)}
-    if set(table) - known or not table.get("steps"):
-        raise UserError(f"{path}: [study] needs steps = [...]; it knows {', '.join(sorted(known))}, and not "
-                        f"{', '.join(sorted(set(table) - known)) or 'more'}")
-    study = Study(**table | {"steps": tuple(table["steps"])})
+    kinds = {f.name: f.type for f in dataclasses.fields(Study)}
+    steps = table["steps"] = table.get("steps", [])
+    if set(table) - set(kinds) or any(type(v) is not kinds[k] for k, v in table.items()):
+        raise UserError(f"{path}: [study] knows " + ", ".join(f"{k} ({v.__name__})" for k, v in kinds.items()))
+    if not steps or any(type(n) is not int or n < 3 for n in steps) or sorted(set(steps)) != steps:
+        raise UserError(f"{path}: [study] needs steps = [...], the lengths of its runs, ascending and at least 3")
+    study = Study(**table)
     study.seeds = args.seeds or study.seeds
     if args.modes:
         picked = {}

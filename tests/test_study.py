@@ -337,10 +337,12 @@ def test_mistakes_in_a_study_are_told(small, tmp_path):
                           (["--modes=rd:heads=2"], "unknown key 'heads'")):
         with pytest.raises(UserError, match=message):
             run.run(run.parse_args([str(path), f"--runs={tmp_path / 'runs'}", *argv]))
-    for old, new, message in (("[arm.standard]", "", "has no arm `standard`"), ("steps = [5, 10]", "", "needs steps"),
-                              ("seeds = 2", "seed = 2", "needs steps"), ("lr = 4e-3", "lr = 0", "lr=0.0"),
-                              ("[arm.attnres_block]", '[arm.attnres_block]\nbase = "rd"', "compared with 'rd'"),
-                              ("[study]", "[study", "cannot read")):
+    for old, new, message in (
+            ("[arm.standard]", "", "has no arm `standard`"), ("steps = [5, 10]", "", "needs steps"),
+            ("steps = [5, 10]", "steps = [10, 5]", "ascending"), ("steps = [5, 10]", "steps = 5", "knows steps"),
+            ("seeds = 2", "seed = 2", "knows steps"), ("seeds = 2", "seeds = '2'", "knows steps"),
+            ("[arm.attnres_block]", '[arm.attnres_block]\nbase = "rd"', "compared with 'rd'"),
+            ("lr = 4e-3", "lr = 0", "lr=0.0"), ("[study]", "[study", "cannot read")):
         write(**{old: new})
         with pytest.raises(UserError, match=message):
             plan.read_config(path, run.parse_args([str(path)]))
