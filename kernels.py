@@ -542,7 +542,7 @@ class Triton:
 
     @staticmethod
     def transport(new, old, y, gate):
-        transport_kernel[triton.cdiv(y.numel(), 1024),](*new, *(old or new), y.contiguous(), gate, y.numel(),
+        transport_kernel[triton.cdiv(y.numel(), 1024),](*new, *(old or new), y, gate, y.numel(),
                                                         OLD=old is not None, B=1024, num_warps=4)
 
     @staticmethod
@@ -613,7 +613,7 @@ class Open(torch.autograd.Function):
     def forward(ctx, chain, e, *params):
         ctx.chain = chain
         chain.settle(e)
-        chain.allocate(e.detach().flatten(0, -2), dict(zip(chain.names, params)))
+        chain.allocate(e.detach().contiguous().flatten(0, -2), dict(zip(chain.names, params)))
         return e.view_as(e)
 
     @staticmethod
@@ -629,7 +629,7 @@ class Site(torch.autograd.Function):
     @staticmethod
     def forward(ctx, chain, t, y):
         with torch.autocast(y.device.type, enabled=False):
-            read = chain.forward(t, y.detach().flatten(0, -2))
+            read = chain.forward(t, y.detach().contiguous().flatten(0, -2))  # kernels know no strides
         xs = [x.view(y.shape) for x, _ in read]
         ctx.chain, ctx.t = chain, t
         ctx.save_for_backward(*xs, *[scale for _, scale in read])

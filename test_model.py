@@ -1008,6 +1008,40 @@ def isolated(residual, chain, sources, upstream):
     return [x.detach() for x in reads], [y.grad for y in ys], grads
 
 
+LAYOUTS = {
+    "transposed": lambda y: y.transpose(0, 1).contiguous().transpose(0, 1),
+    "sliced": lambda y: torch.cat([y, 7 * y], -1)[..., :y.shape[-1]],
+    "stepped": lambda y: y.repeat_interleave(2, -1)[..., ::2],
+    "rows stepped": lambda y: y.repeat_interleave(2, 1)[:, ::2],
+    "expanded": lambda y: y.mean((0, 1), keepdim=True).expand_as(y)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("ops, name", [(kernels.Torch, name) for name in ("attnres", "rd", "delta_block", "dar_block")]
+                         + [pytest.param(kernels.Triton, name, marks=[] if name == "delta_block" else pytest.mark.slow)
+                            for name in FUSED])
+def test_sources_and_gradients_may_have_any_layout(ops, name, layout, poisoned):
+    """A sublayer may end in chunk(), a transposition or an expansion; so may the gradient of what a site reads."""
+    mode, knobs = FUSED[name]
+    residual = make(mode, **knobs | dict(n_layer=2), dtype=torch.float32).residual
+    change, n, found = LAYOUTS[layout], 2 * residual.cfg.n_layer, []
+    e = change(torch.randn(2, 3, residual.cfg.n_embd, generator=torch.Generator().manual_seed(1)))
+    u = torch.randn(2, 3, residual.cfg.n_embd, generator=torch.Generator().manual_seed(2))
+
+    def sublayer(t, a, b):
+        a, b = (x.roll(t + 1, -1).transpose(1, 2).transpose(1, 2) for x in (a, b))
+        return change((a + b + u).sin())
+    for form in (residual, kernels.FUSED[type(residual)](residual, ops, 2)):
+        leaf = e.detach().as_strided(e.shape, e.stride()).requires_grad_()
+        out = kernels.routed(form, leaf, n, sublayer)
+        assert layout in ("expanded",) or not leaf.is_contiguous()
+        names = ["e", *(name for name, _ in residual.named_parameters())]
+        grads = torch.autograd.grad(out, [leaf, *residual.parameters()], change(u))
+        found.append((out.detach(), dict(zip(names, grads))))
+    assert_close(found[1][0], found[0][0], 3e-6)
+    assert_close(found[1][1], found[0][1], 1e-5)
+
+
 BF16 = ["attnres", "attnres_block: size 3", "delta", "delta_block", "mhar", "dar_block"]
 
 
