@@ -460,6 +460,9 @@ def launched():
 
 def check_launch():
     """Processes that were started together but know nothing of each other would each train a model of their own."""
+    for name in (n for n in LAUNCH if n != "MASTER_ADDR" and launched()):
+        if not re.fullmatch("[0-9]{1,9}", value := os.environ.get(name, "0")):
+            raise UserError(f"{name}={value}, which the launcher of this process has set, is no whole number")
     for name in () if launched() else SIZES:
         if os.environ.get(name, "1") not in ("", "0", "1"):
             missing = ", ".join(n for n in LAUNCH if n not in os.environ)
@@ -474,6 +477,7 @@ def check_launch():
 
 def choose_device(requested):
     """(device, reason) for this process."""
+    check_launch()
     local_rank = int(os.environ["LOCAL_RANK"]) if launched() else 0
     local_world = max(local_rank + 1, int(os.environ.get("LOCAL_WORLD_SIZE", 1))) if launched() else 1
     kind, reason = requested, "as asked"
@@ -888,7 +892,14 @@ def start_processes(device):
     if not launched():
         return 0, 1
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE)
+        rank, size, _, host, port = (os.environ.get(name, "") for name in LAUNCH)
+        if "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun has brought its processes together already
+            tell(f"process {rank} of {size}: waiting for the others at {host}:{port}")
+        try:
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE)
+        except (RuntimeError, ValueError) as e:
+            raise UserError(f"the processes cannot meet: RANK={rank}, WORLD_SIZE={size}, MASTER_ADDR={host}, "
+                            f"MASTER_PORT={port} ({first_line(e)})") from None
     return dist.get_rank(), dist.get_world_size()
 
 

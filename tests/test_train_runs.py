@@ -82,6 +82,24 @@ def test_a_launch_of_several_processes_is_complete_or_an_error(variables, compla
         assert train.launched() == ("MASTER_ADDR" in variables)
 
 
+@pytest.mark.parametrize("variables, complaint", [
+    (dict(RANK="one"), "RANK=one, which the launcher of this process has set, is no whole number"),
+    (dict(MASTER_PORT=""), "MASTER_PORT=, which"),
+    (dict(RANK="2"), "the processes cannot meet: RANK=2, WORLD_SIZE=2, MASTER_ADDR=127.0.0.1"),
+    (dict(MASTER_ADDR="nothere.invalid"), "the processes cannot meet: .*MASTER_ADDR=nothere.invalid")])
+def test_a_launch_with_a_mistake_is_one_line(variables, complaint, monkeypatch):
+    clear_launch(monkeypatch)
+    for name, value in (TORCHRUN | variables).items():
+        monkeypatch.setenv(name, value)
+
+    def start(backend, timeout):
+        raise (ValueError if "RANK" in variables else torch.distributed.DistNetworkError)("no such place\nlong trace")
+    monkeypatch.setattr(train.dist, "init_process_group", start)
+    with pytest.raises(UserError, match=complaint) as e:
+        train.start_processes(train.choose_device("cpu")[0])
+    assert "\n" not in str(e.value)
+
+
 def test_a_lone_process_is_one_of_several_under_torchrun_alone(monkeypatch):
     clear_launch(monkeypatch)
     for name, value in (TORCHRUN | dict(WORLD_SIZE="1")).items():
