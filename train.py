@@ -3,12 +3,17 @@
     python train.py configs/tiny.toml --residual_mode=attnres_block --seed=2
     torchrun --standalone --nproc_per_node=2 train.py configs/tiny.toml --residual_mode=attnres_block --seed=2
 
-Settings: defaults, then TOML files from left to right, then --key=value. `python train.py --help` lists every key. The
-keys are the fields of GPTConfig (model.py) and TrainConfig (below); a key that is not among them is an error.
+On several machines, which see one run folder and the same data (under Slurm: srun --ntasks-per-node=1 in front):
 
-The run folder holds config.toml (can be passed straight back), log.csv, last.pt, best.pt and the source files.
-Batch k is a function of (seed, k) alone: runs of one seed see the same data on any number of processes, and a resumed
-run goes on exactly where it stopped.
+    python -m torch.distributed.run --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=FIRST_NODE:PORT \\
+        train.py configs/rd_120m.toml
+
+Settings: defaults, then TOML files or run folders from left to right, then --key=value or --key value. The keys are the
+fields of GPTConfig (model.py) and TrainConfig (below); a key that is not among them is an error, and --help lists all.
+
+The run folder holds config.toml, log.csv, last.pt, best.pt and the source files: `train.py runs/NAME --resume` goes on
+exactly where the run stopped. Batch k is a function of (seed, k) alone: runs of one seed see the same data on any
+number of processes.
 """
 import csv
 import inspect
