@@ -273,6 +273,8 @@ def run(args):
     for name, r in results.items():
         if d := r["diffs"].get(study.steps[-1]):
             print(stats.sentence(name, r["base"], d, r["p"]), flush=True)
+    if any("cannot tell" in r["words"] for r in results.values()):
+        print("More seeds (--seeds) or longer runs would tell the rest.")
     left = sum(runs for runs, _ in left_to_train(study, arms, rows).values())
     state = f"{left} runs are left: python -m study.run {args.config} trains them" if left else "No run is left."
     if rows:

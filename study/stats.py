@@ -140,5 +140,4 @@ def sentence(arm, base, d, p):
     low90, high90 = d.interval(0.90)
     if -SAME < low90 and high90 < SAME:
         return f"{arm} and {base} do not differ by {SAME} nat ({low:+.3f} to {high:+.3f}), {d.n} pairs."
-    return (f"{arm} and {base} cannot be told apart: {d.mean:+.3f} nat ({low:+.3f} to {high:+.3f}), {pairs} with that "
-            "sign. More seeds or longer runs would tell.")
+    return f"{arm} and {base} cannot be told apart: {d.mean:+.3f} nat ({low:+.3f} to {high:+.3f}), {pairs}."

@@ -305,7 +305,7 @@ def test_a_study_from_its_configuration_to_its_sentence(small, tmp_path, monkeyp
     assert len(re.findall(r"^done: .* steps, loss", first, re.M)) == 8
     assert "8 runs of 2 arms to train, 2 at a time" in first
     assert re.search(r"attnres_block .*standard.* nat \(", first) and "Nothing was tuned" in first
-    assert all(len(line) <= 100 for line in first.splitlines() if line.startswith(("arm ", "standard", "attnres_bl")))
+    assert all(len(line) <= 100 for line in first.splitlines() if line.startswith(("arm ", "standard ", "attnres_")))
     stored = (tmp_path / "out/rows.csv").read_bytes()
     write("# a remark changes nothing")
     again = study()
