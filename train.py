@@ -903,8 +903,8 @@ def start_processes(device):
         try:
             dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE)
         except (RuntimeError, ValueError) as e:
-            raise UserError(f"the processes cannot meet: RANK={rank}, WORLD_SIZE={size}, MASTER_ADDR={host}, "
-                            f"MASTER_PORT={port} ({first_line(e)})") from None
+            raise UserError(f"process {rank} of {size} cannot meet the others at {host}:{port}, its MASTER_ADDR and "
+                            f"MASTER_PORT ({first_line(e)})") from None
     return dist.get_rank(), dist.get_world_size()
 
 
