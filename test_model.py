@@ -279,6 +279,16 @@ def test_generation_edge_cases():
     assert len(firsts) > 10  # samples of one batch are independent
 
 
+def test_generation_beyond_the_window_goes_on_from_its_newest_half():
+    model, idx, start = make("attnres", tie_embeddings=False), tokens()[:, :4], 0
+    out = model.generate(idx, 40, temperature=0)
+    for _ in range(40):
+        if idx.shape[1] - start > 16:  # seq_len
+            start = idx.shape[1] - 8
+        idx = torch.cat([idx, model(idx[:, start:])[0][:, -1].argmax(-1, keepdim=True)], 1)
+    assert torch.equal(out, idx)
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_remat_gives_the_same_gradients_bit_for_bit(name):
     plain, remat = variant(name), variant(name, remat=True)
