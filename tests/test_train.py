@@ -437,6 +437,18 @@ def test_a_loss_that_is_not_finite_stops_the_run(data, tmp_path, monkeypatch):
     assert saved["step"] == 2 and all(v.isfinite().all() for v in saved["model"].values())
 
 
+def test_a_gradient_that_is_not_finite_stops_the_run(data, tmp_path, monkeypatch):
+    clip, calls = torch.nn.utils.clip_grad_norm_, []
+
+    def clipping(*args):
+        calls.append(1)
+        return clip(*args) * (math.inf if len(calls) == 4 else 1)
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clipping)
+    with pytest.raises(UserError, match="step 4: loss [0-9.]+, gradient norm inf"):
+        run_training(data, tmp_path / "a", eval_every=0)
+    assert train.load_checkpoint(tmp_path / "a" / "last.pt")["step"] == 2
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_the_run_goes_on(number, data, tmp_path):
     settings = dict(max_steps=100_000, eval_every=0, save_every=0)
@@ -684,6 +696,23 @@ def test_one_clip_of_the_gradient_of_the_whole_step(data, tmp_path):
             assert float(a["grad_norm"]) > 0.1
             for key in ("loss", "grad_norm"):
                 assert float(a[key]) == pytest.approx(float(b[key]), abs=1e-10)
+
+
+def test_the_optimizer_gets_clipped_gradients_and_the_rates_of_its_groups(data, tmp_path, monkeypatch):
+    seen, update = [], torch.optim.AdamW.step
+
+    def looking(self, *args):
+        norm = torch.cat([p.grad.flatten() for g in self.param_groups for p in g["params"]]).norm().item()
+        seen.append((norm, {g["name"]: g["lr"] for g in self.param_groups}))
+        return update(self, *args)
+    monkeypatch.setattr(torch.optim.AdamW, "step", looking)
+    rows = run_training(data, tmp_path / "a", residual_mode="attnres", grad_clip=0.05, route_lr_mult=3.0, max_steps=3,
+                        eval_every=0)
+    assert len(seen) == 3
+    for (norm, rates), row in zip(seen, [r for r in rows if r["step"] != "0"]):
+        lr = float(row["lr"])
+        assert float(row["grad_norm"]) > 0.05 and norm == pytest.approx(0.05, rel=1e-4)
+        assert rates == pytest.approx(dict(matrix=lr, plain=lr, residual=3 * lr), rel=1e-3)
 
 
 TWO_PROCESSES = """
