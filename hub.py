@@ -187,8 +187,12 @@ def load(name):
     if unused:
         raise UserError(f"{folder} has tensors that this model has no place for: {', '.join(unused[:3])}"
                         f"{f' and {len(unused) - 3} more' if len(unused) > 3 else ''}")
-    return dict(cfg=cfg, config=asdict(cfg), data=dict(tokenizer=""), model=weights, step=0, tokens=0, best=math.inf,
-                folder=str(folder))
+    try:
+        tokenizer = tokenizer_name(folder / "tokenizer.json")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # none, or none that can be read
+        tokenizer = ""
+    return dict(cfg=cfg, config=asdict(cfg), data=dict(tokenizer=tokenizer), model=weights, step=0, tokens=0,
+                best=math.inf, folder=str(folder))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -571,18 +575,24 @@ def locate_tokenizer(name):
     return path
 
 
+def tokenizer_name(path):
+    """Name of Hugging Face's tokenizer.json by its content, which meta.json of the data has too."""
+    saved = json.loads(Path(path).read_text(encoding="utf-8"))
+    canonical = json.dumps(saved | dict(padding=None, truncation=None), sort_keys=True, ensure_ascii=False)
+    return f"{saved['model']['type'].lower()}-{len(saved['model']['vocab'])}-{zlib.crc32(canonical.encode()):08x}"
+
+
 def read_tokenizer(path):
     """tokenizer.json of Hugging Face -> Tokenizer: on tiktoken, five times as fast, where that gives the same ids."""
     text = Path(path).read_text(encoding="utf-8")
     saved = json.loads(text)
     saved.update(padding=None, truncation=None)
     canonical = json.dumps(saved, sort_keys=True, ensure_ascii=False)
-    vocabulary = saved["model"]["vocab"]
     special = {t["content"]: t["id"] for t in saved["added_tokens"] if t["special"]}
     added = {t["content"]: t["id"] for t in saved["added_tokens"] if not t["special"]}
     first, last = document_ends(saved.get("post_processor"), special | added)
     end = end_of_text(path, special | added, first)
-    name = f"{saved['model']['type'].lower()}-{len(vocabulary)}-{zlib.crc32(canonical.encode()):08x}"
+    name = tokenizer_name(path)
     ends = dict(first=first, last=last, end_of_text=end)
     wrapped = fast = None
     if parts := byte_level(saved, special | added):

@@ -343,6 +343,18 @@ def test_the_shape_comes_from_the_checkpoint_and_a_contradiction_is_an_error(dat
             train.load_config([f"--init_from={name}"])
 
 
+def test_data_of_another_tokenizer_than_the_models_is_refused(data, tmp_path, capsys):
+    own(tmp_path / "hf", **BYTES)
+    (tmp_path / "hf/tokenizer.json").write_text(json.dumps(dict(model=dict(type="BPE", vocab=dict(a=0)))))
+    name = hub.tokenizer_name(tmp_path / "hf/tokenizer.json")
+    assert name.startswith("bpe-1-")
+    with pytest.raises(UserError, match=f"is of the tokenizer bytes, but .*hf was trained on {name}"):
+        start(data, tmp_path / "run", tmp_path / "hf")
+    with pytest.raises(SystemExit):
+        evaluation.main([str(tmp_path / "hf"), f"--data_dir={data}", "--device=cpu"])
+    assert f"was trained on {name}" in capsys.readouterr().err
+
+
 def test_own_runs_go_on_as_another_mode_or_as_themselves(data, tmp_path, capsys):
     run_training(data, tmp_path / "base", dtype="float32", max_steps=2)
     run_training(data, tmp_path / "rd", dtype="float32", max_steps=2, residual_mode="rd")
@@ -710,7 +722,8 @@ def test_the_papers_recipes_fit_their_models(name, monkeypatch):
     assert asked == [t.init_from] and train.check_batch(cfg, t, processes)
     with torch.device("meta"):
         n = train.GPT(cfg).count()
-    assert (n["total"] - n["residual"]) / 1e6 == pytest.approx(millions, abs=0.01) and n["residual"] / n["total"] < 0.001
+    assert (n["total"] - n["residual"]) / 1e6 == pytest.approx(millions, abs=0.01)
+    assert 0 < n["residual"] / n["total"] < 0.001
     assert t.max_steps * t.tokens_per_step / 1e9 == pytest.approx(billions, abs=0.01)
     assert f"--nproc_per_node={processes} train.py configs/{name}.toml" in (HERE / f"configs/{name}.toml").read_text()
 
