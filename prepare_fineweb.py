@@ -4,14 +4,16 @@
     python prepare_fineweb.py --source=my_texts --out=data/mine    your own files: .txt, .jsonl, .parquet
     python prepare_fineweb.py --source=stdlib --out=data/stdlib    the text of this Python: needs no network
     cat docs.jsonl | python prepare_fineweb.py --source=- --format=jsonl --out=data/mine
+    python prepare_fineweb.py --tokenizer=Qwen/Qwen3-0.6B --out=data/qwen3      the ids of a Hugging Face tokenizer
     python prepare_fineweb.py --verify --out=data/mine                   compare the shards with their checksums
 
-Every document is encoded as ordinary text behind one end-of-text token. A hash of its text decides its split: of 100
-hashes `--holdout` each go to val and to test, the rest to train. Val and test are filled in stream order up to
---val_tokens and --test_tokens and what they cannot take is dropped: so, once full, they stay the same however much
-training data is prepared, and no text is in two splits of a folder. Across folders this holds for equal --holdout, and
-where both have val and test: with --val_tokens=0 its documents go to train. A finished folder is not topped up: for
-more tokens prepare another. Of a dataset of the Hub its train split is read (see --files), never what it holds out.
+Every document is encoded as ordinary text behind one end-of-text token (or what the tokenizer's own template says). A
+hash of its text decides its split: of 100 hashes `--holdout` each go to val and to test, the rest to train. Val and
+test are filled in stream order up to --val_tokens and --test_tokens and what they cannot take is dropped: so, once
+full, they stay the same however much training data is prepared, and no text is in two splits of a folder. Across
+folders this holds for equal --holdout, and where both have val and test: with --val_tokens=0 its documents go to
+train. A finished folder is not topped up: for more tokens prepare another. Of a dataset of the Hub its train split is
+read (see --files), never what it holds out.
 
 A shard is the .bin of llm.c and modded-nanogpt: a header of 256 int32 (magic, version, number of tokens), then the
 tokens, uint16, or uint32 where the vocabulary is larger than 65,536. It is written as .part and renamed when complete.
