@@ -91,7 +91,7 @@ MISTAKES = [
     (TRAIN + "--tokens_per_step=128 --vocab_size=100", "vocabulary of 257, more than vocab_size=100"),
     ("train.py --data_dir={t}/nothing", "no data in {t}/nothing: prepare it"),
     ("train.py --data_dir={t}/nothing --prepare=--sorce=x", "prepare=--sorce=x: unrecognized arguments: --sorce, did"),
-    ("eval.py", "the following arguments are required: run"),
+    ("eval.py", "which run? give its folder"),
     ("eval.py {t}/nothing", "does not exist"),
     ("eval.py {t}", "holds no checkpoint"),
     ("eval.py {r}/config.toml", "not a usable checkpoint"),

@@ -199,7 +199,7 @@ def test_shards_give_the_numbers_of_one_process(data, tmp_path):
     longer, shards = first | dict(max_steps=3, resume="true"), dict(parallel="fsdp", remat="true")
     run_training(data, tmp_path / "one", **first)
     run_training(data, tmp_path / "to shards", **first)
-    muon = dict(optimizer="muon", max_steps=1, eval_every=0)
+    muon = dict(optimizer="muon", max_steps=1, eval_every=0, init="papers")
     run_training(data, tmp_path / "muon one", **muon)
     out = spawn([flags(data, tmp_path / "shards", **first | shards),
                  flags(data, tmp_path / "to shards", **longer | shards),

@@ -608,8 +608,8 @@ def test_resuming_keeps_nothing_of_the_file_in_memory(data, tmp_path, monkeypatc
     import weakref
     load, step, seen, alive = train.load_checkpoint, torch.optim.AdamW.step, [], []
 
-    def loading(path):
-        content = load(path)
+    def loading(path, **how):
+        content = load(path, **how)
         assert {v.device.type for v in content["model"].values()} == {"cpu"}
         seen.extend(weakref.ref(v) for v in content["model"].values())
         return content
