@@ -93,16 +93,21 @@ class TrainConfig:
     eval_at_tokens: str = ""  # further evaluations once so many tokens are trained on, for instance 1_000_000,2_000_000
     save_every: int = 1000  # steps between saves of last.pt, and one at the end; 0 = only then
     log_every: int = 10  # steps between log lines
+    estimate: bool = False  # print what the run would need in every mode, and train nothing
+    gpus: int = 1  # for estimate: number of GPUs
+    gpu: str = "H100"  # for estimate: one of those in estimate.py
+    mfu: float = 0.4  # for estimate: part of the GPU's peak that the run is assumed to reach
     tracker: str = "none"  # none | tensorboard | wandb
 
     def __post_init__(self):
-        for name in ("micro_batch", "tokens_per_step", "max_steps", "eval_tokens", "log_every"):
+        for name in ("micro_batch", "tokens_per_step", "max_steps", "eval_tokens", "log_every", "gpus"):
             require(getattr(self, name) >= 1, f"{name}={getattr(self, name)}: must be at least 1")
         for name in ("seed", "min_lr", "warmup_steps", "decay_steps", "weight_decay", "grad_clip", "route_lr_mult",
                      "route_first", "eval_every", "save_every", "adam_eps", "stop_after"):
             require(getattr(self, name) >= 0, f"{name}={getattr(self, name)}: must not be negative")
         require(self.lr > 0, f"lr={self.lr}: must be positive")
         require(self.min_lr <= self.lr, f"min_lr={self.min_lr} is above lr={self.lr}")
+        require(0 < self.mfu <= 1, f"mfu={self.mfu}: must be above 0 and at most 1")
         for name in ("beta1", "beta2"):
             require(0 <= getattr(self, name) < 1, f"{name}={getattr(self, name)}: must be in [0, 1)")
         require(self.dtype != "float16", "dtype=float16 is not supported: use bfloat16 or float32")
@@ -305,7 +310,7 @@ def parse_value(place, key, value, from_text=None):
     raise UserError(f"{place}: {key}={shown} must be {what}{' below 2^62' * (type(value) is kind is int)}")
 
 
-ONCE = "resume", "overwrite", "stop_after"  # wishes for one start, not settings of the run
+ONCE = "resume", "overwrite", "stop_after", "estimate", "gpus", "gpu", "mfu"  # wishes for one start, no settings
 
 
 def to_toml(*configs):
@@ -753,7 +758,21 @@ def load_weights(model, content, path, assign=False):
 # The run
 
 
+def show_estimate(cfg, t):
+    import estimate
+    try:
+        require_choice("gpu", t.gpu, estimate.GPUS)
+    except ValueError as e:
+        raise UserError(str(e)) from None
+    meta = None if cfg.vocab_size else read_meta(t.data_dir)
+    if not (meta or cfg.vocab_size):
+        raise UserError(f"{t.data_dir} has no meta.json that tells the vocabulary: give --vocab_size")
+    estimate.estimate(replace(cfg, vocab_size=cfg.vocab_size or meta["vocab_size"]), t, tell)
+
+
 def train(cfg, t):
+    if t.estimate:
+        return show_estimate(cfg, t)
     device, why_device = choose_device(t.device)
     dtype, why_dtype = choose_dtype(t.dtype, device)
     rank, world = start_processes(device)
@@ -1267,6 +1286,13 @@ class Log:
             self.write([r for r in self.read() if int(r[0]) <= start])  # rows behind the checkpoint are made again
         except OSError as e:
             raise UserError(f"cannot write {self.path} ({e.strerror or e})") from None
+        self.flops = 0  # of a token, as a part of what all GPUs can do in a second
+        if device.type == "cuda":
+            import estimate
+            name = torch.cuda.get_device_name(device)
+            peak = next((tflops for gpu, (tflops, _) in estimate.GPUS.items() if gpu in name), math.inf)
+            world = dist.get_world_size() if dist.is_initialized() else 1
+            self.flops = estimate.flops_per_token(cfg) / (peak * 1e12 * world)
         self.track, self.finish = open_tracker(cfg, t, start)
 
     def __enter__(self):
@@ -1309,6 +1335,7 @@ class Log:
                 values |= dict(loss=loss, lr=lr, grad_norm=norm, tok_per_s=round(speed, 1), ms=round(ms, 2),
                                wait_ms=round(wait, 2), crc=f"{crc:08x}")
                 line = (f" lr:{lr:.1e} norm:{norm:.2f} ms:{ms:.0f} wait:{wait:.0f} tok/s:{short(speed)} "
+                        f"{f'mfu:{speed * self.flops:.0%} ' * (self.flops > 0)}"
                         f"mem:{mem / 1024:.1f}G left:{self.left(done)}")
                 self.steps, self.seconds, self.waited = 0, 0.0, 0.0
             try:

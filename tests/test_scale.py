@@ -4,7 +4,7 @@ import os
 import socket
 import subprocess
 import sys
-import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -23,10 +23,11 @@ from helpers import (
     same_weights,
     tokens,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 
+import estimate
 import model as model_file
 import train
+from model import GPTConfig
 from prepare_fineweb import UserError
 
 
@@ -83,28 +84,6 @@ def test_without_muon_one_line_says_what_to_do(monkeypatch):
 # The head and its loss
 
 
-class Live(TorchDispatchMode):
-    """Counts the bytes of the tensors made inside that are alive, and their peak."""
-
-    def __init__(self):
-        super().__init__()
-        self.known, self.now, self.peak = weakref.WeakSet(), 0, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **kwargs or {})
-        for x in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(x, torch.Tensor) and x.untyped_storage() not in self.known:
-                storage = x.untyped_storage()
-                self.known.add(storage)
-                self.now += storage.nbytes()
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self.free, storage.nbytes())
-        return out
-
-    def free(self, n):
-        self.now -= n
-
-
 @pytest.mark.parametrize("dtype, tol", [(torch.float64, 1e-12), (torch.float32, 1e-6)])
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_loss_in_chunks_is_cross_entropy(dtype, tol, tied, monkeypatch):
@@ -127,7 +106,7 @@ def test_logits_never_exist_as_a_whole(monkeypatch):
     monkeypatch.setattr(model_file, "CHUNK", 2**16)
     model, h, y = make("standard", dtype=torch.float32, vocab_size=1000), torch.randn(2048, 32), tokens(1, 2047)[0]
     for gradients_too, most in ((True, 0.7), (False, 0.5)):
-        with Live() as live, torch.set_grad_enabled(gradients_too):
+        with estimate.Meter() as live, torch.set_grad_enabled(gradients_too):
             loss = model.loss(h, y)
             if gradients_too:
                 loss.backward(retain_graph=True)
@@ -265,3 +244,35 @@ def test_old_versions_and_uneven_machines_are_refused(monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
     with pytest.raises(UserError, match="as many processes on every machine: 3 do not divide by 2"):
         train.build_sharded(None, None, None, None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Estimates
+
+
+@pytest.mark.parametrize("mode, remat", [("rd", False), ("dar_block", True), ("mhc", False)])
+def test_tensors_without_content_need_the_bytes_of_real_ones(mode, remat):
+    cfg = GPTConfig(vocab_size=600, n_layer=2, n_head=2, n_kv_head=1, n_embd=32, seq_len=32, residual_mode=mode,
+                    remat=remat)
+    fake, real = estimate.measure(cfg, 2), estimate.measure(cfg, 2, mode=nullcontext)
+    assert fake == real and fake[1] > estimate.measure(cfg, 1)[1] > 0
+
+
+def test_operations_of_standard_are_counted_as_everybody_counts_them():
+    cfg = GPTConfig(vocab_size=600, n_layer=2, n_head=2, n_embd=32, seq_len=32)
+    model = train.build(cfg)
+    matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2)  # tied: the embedding is the head
+    norms = estimate.flops_per_token(cfg) - 6 * matrices - 6 * 2 * 32 * 32  # attention to half of all pairs
+    assert 0 < norms < 0.01 * 6 * matrices
+    routed = estimate.flops_per_token(GPTConfig(**vars(cfg) | dict(residual_mode="attnres")))
+    assert 0 < routed - estimate.flops_per_token(cfg) - 12 * 32 * (2 + 3 + 4 + 5) < 0.2 * routed
+
+
+def test_an_estimate_has_a_line_for_every_mode_and_trains_nothing(tmp_path, capsys):
+    train.main(["--estimate=true", "--gpus=8", "--parallel=fsdp", "--vocab_size=600", "--n_layer=2", "--n_head=2",
+                "--n_embd=32", "--seq_len=32", "--depth_block=2", "--residual_mode=rd", f"--out_dir={tmp_path}/a"])
+    out = capsys.readouterr().out
+    assert all(f"\n{mode} " in out for mode in MODES) and not (tmp_path / "a").exists()
+    with pytest.raises(SystemExit):
+        train.main(["--estimate=true", "--gpu=H1000", "--vocab_size=600"])
+    assert "gpu=H1000 is unknown, did you mean H100?" in capsys.readouterr().err

@@ -1,0 +1,130 @@
+"""What a run would need, before it is paid for: `python train.py CONFIG --estimate=true --gpus=8`.
+
+Nothing is computed and nothing is allocated: the model itself runs forward and backward on tensors without content
+(FakeTensorMode), and every operation's FLOPs and every tensor's life are counted. There are no formulas to go wrong but
+those of what runs outside of the model: 16 bytes of state a parameter, and what FSDP gathers.
+"""
+import math
+import weakref
+from dataclasses import replace
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+import kernels
+from model import CHUNK, GPT, RESIDUAL_MODES, GPTConfig, all_knobs
+
+# name in torch.cuda.get_device_name: dense bf16 TFLOP/s, GB
+GPUS = {"B200": (2250, 180), "H200": (989, 141), "H100": (989, 80), "A100": (312, 80), "L40S": (362, 48),
+        "RTX 5090": (209, 32), "RTX 4090": (165, 24), "RTX 3090": (71, 24)}
+
+
+class Meter(TorchDispatchMode):
+    """Counts FLOPs, and the bytes of the tensors made inside that are alive: now and at most."""
+
+    def __init__(self, elementwise=False):
+        super().__init__()
+        self.known, self.now, self.peak, self.flops, self.elementwise = weakref.WeakSet(), 0, 0, 0, elementwise
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **kwargs or {})
+        tensors = [x for x in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(x, torch.Tensor)]
+        if function.overloadpacket in flop_registry:
+            self.flops += flop_registry[function.overloadpacket](*args, **kwargs or {}, out_val=out)
+        elif "flash_attention_for_cpu" in str(function):  # not in PyTorch's table; causal: half of all pairs
+            q = args[1] if "backward" in str(function) else args[0]
+            self.flops += (2 if "backward" in str(function) else 1) * 2 * q.numel() * q.shape[-2]
+        elif self.elementwise and not function.is_view:
+            self.flops += max([x.numel() for x in (*args, *tensors) if isinstance(x, torch.Tensor)], default=0)
+        for x in tensors:
+            if x.untyped_storage() not in self.known:
+                storage, n = x.untyped_storage(), x.untyped_storage().nbytes()
+                self.known.add(storage)
+                self.now, self.peak = self.now + n, max(self.peak, self.now + n)
+                weakref.finalize(storage, self.free, n)
+        return out
+
+    def free(self, n):
+        self.now -= n
+
+
+def measure(cfg, batch, sharded=False, mode=FakeTensorMode):
+    """(FLOPs, peak bytes beyond weights and gradients) of forward and backward on `batch` sequences in bf16."""
+    with mode():
+        model = GPT(cfg)
+        # FSDP gathers sublayers in bf16; otherwise autocast makes such copies, which are seen
+        for module in model.sublayers.modules() if sharded else ():
+            for name, p in list(module.named_parameters(recurse=False)):
+                module._parameters[name] = torch.nn.Parameter(p.detach().to(torch.bfloat16))
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        idx = torch.zeros(batch, cfg.seq_len, dtype=torch.long)
+        kernels.SPARE.clear()
+        with Meter() as meter:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(idx, idx)[1]
+            loss.backward()
+        kernels.SPARE.clear()  # banks without content are of no use to a real pass
+    return meter.flops, meter.peak
+
+
+def flops_per_token(cfg):
+    """Of training, forward and backward, without what remat repeats; with routing: its additions and multiplications,
+    forward times three."""
+    flops, _ = measure(replace(cfg, remat=False, route_impl="reference"), 1)
+    with FakeTensorMode(), torch.no_grad():
+        model = GPT(replace(cfg, route_impl="reference"))
+        state, y = model.residual.start(torch.zeros(1, 8, cfg.n_embd)), torch.zeros(1, 8, cfg.n_embd)
+        with Meter(elementwise=True) as meter:
+            for site in range(2 * cfg.n_layer):
+                model.residual.read(site, state)
+                state = model.residual.write(site, state, y)
+    return flops / cfg.seq_len + 3 * meter.flops / 8
+
+
+def memory(cfg, gpus, sharded, micro_batch):
+    """Bytes on each GPU: (states, gathered by FSDP, fixed rest, {remat: per sequence})."""
+    with torch.device("meta"):
+        model = GPT(cfg)
+    n = model.count()["total"]
+    unit = max(sum(p.numel() for p in s.parameters()) for s in model.sublayers)
+    root = n - sum(p.numel() for p in model.sublayers.parameters())
+    states = 16 * n / (gpus if sharded else 1)  # fp32 weight, gradient and two moments
+    gathered = 8 * root + 3 * 2 * unit + 4 * unit if sharded else 0  # root whole with its gradient; units in flight
+    each, fixed = {}, 0
+    batch = max(micro_batch, math.ceil(7 * CHUNK / (cfg.seq_len * cfg.vocab_size)))  # whose loss has 8 chunks
+    for remat in (False, True):
+        one, two = (measure(replace(cfg, remat=remat), n, sharded)[1] for n in (batch, 2 * batch))
+        each[remat], fixed = (two - one) / batch, max(fixed, 2 * one - two)
+    return states, gathered, fixed, each
+
+
+def estimate(cfg, t, say=print):
+    """Print the table, a line for every mode."""
+    tflops, size = GPUS[t.gpu]
+    sharded = t.parallel == "fsdp" and t.gpus > 1
+    tokens = t.max_steps * t.tokens_per_step
+    say(f"{t.gpus} x {t.gpu} ({size} GB, {tflops} TFLOP/s in bf16), parallel={t.parallel}, micro_batch={t.micro_batch}"
+        f", seq_len={cfg.seq_len}; {tokens:,} tokens; hours at an MFU of {t.mfu:.0%} (an assumption: --mfu)")
+    say(f"{'':18} parameters  GFLOP/token  hours | GB on each GPU: states gathered fixed activations  total | largest "
+        "micro-batch, with remat")
+    for mode, row in RESIDUAL_MODES.items():
+        knobs = {k: getattr(cfg if mode == cfg.residual_mode or k in row.knobs else GPTConfig, k) for k in all_knobs()}
+        try:
+            of = replace(cfg, residual_mode=mode, route_impl="auto" if cfg.route_impl == "fused" else cfg.route_impl,
+                         **knobs)
+        except ValueError as e:
+            say(f"{mode:18} {e}")
+            continue
+        flops, (states, gathered, fixed, each) = flops_per_token(of), memory(of, t.gpus, sharded, t.micro_batch)
+        with torch.device("meta"):
+            n = GPT(of).count()["total"]
+        base, gb = states + gathered + fixed, 1e9
+        largest = [max(0, math.floor((0.94 * size * gb - base) / each[remat])) for remat in (False, True)]
+        hours = tokens * flops / (t.gpus * tflops * 1e12 * t.mfu) / 3600
+        activations = t.micro_batch * each[cfg.remat]
+        say(f"{mode:18} {n / 1e6:9,.1f}M {flops / 1e9:12.3f} {hours:6.2f} | {states / gb:22.1f} {gathered / gb:8.1f} "
+            f"{fixed / gb:5.1f} {activations / gb:11.1f} {(base + activations) / gb:6.1f} | {largest[0]:11}, "
+            f"{largest[1]:10}")
