@@ -1,7 +1,8 @@
 """Tests of model.py and kernels.py: identities rather than snapshots, on CPU, over every mode of RESIDUAL_MODES.
 
-    python -m pytest                  everything but what is marked slow; tests of the scripts are in tests/
-    python -m pytest -m slow          the long runs
+    python -m pytest                  the first tier: minutes; tests of the scripts are in tests/
+    python -m pytest -m slow          the second tier, which CI runs too: kills, damaged inputs, compilers, matrices
+    python -m pytest -m long          the third, by hand: 50 kills, 2,000 damaged inputs, 2,000 steps
     python -m pytest -k attnres       what has a word in its name
 """
 import contextlib
