@@ -17,7 +17,7 @@ import torch
 import eval as evaluation
 import hub
 import train
-from helpers import flags, HERE, make, read_log, run_training, same_weights
+from helpers import flags, HERE, make, read_log, run_training, same_weights, SHIPPED
 from launch import run_script
 from model import RESIDUAL_MODES, GPTConfig
 from prepare_fineweb import UserError
@@ -385,7 +385,7 @@ def test_conversion_disturbs_nothing_where_the_start_is_exact(mode, tmp_path):
         assert loss == pytest.approx(model(ids(1, 17, vocab=61)[:, :-1], ids(1, 17, vocab=61)[:, 1:])[1].item(), 1e-5)
         if RESIDUAL_MODES[mode].exact_start:
             assert most <= limit and abs(change) <= limit
-        else:
+        elif mode in SHIPPED:
             assert most > 1e-3 and abs(change) > 1e-5
 
 

@@ -94,6 +94,37 @@ def test_interrupted_preparation_continues_bit_for_bit(data, tmp_path, monkeypat
         assert path.read_bytes() == (tmp_path / "d" / path.name).read_bytes()
 
 
+def test_what_was_written_behind_the_last_saved_state_is_cut_off(data, tmp_path, monkeypatch):
+    """As a kill between a write and the state that tells of it leaves it."""
+    monkeypatch.setattr(prepare_fineweb, "CHUNK_CHARS", 10_000)
+    monkeypatch.setattr(prepare_fineweb, "SAVE_SECONDS", 0)
+    args = data.parent / "text", tmp_path, "--holdout=10", "--shard_tokens=30000"
+    with monkeypatch.context() as patch:
+        encode, calls = prepare_fineweb.encode_chunk, []
+
+        def dying(*a):
+            calls.append(1)
+            if len(calls) > 5:
+                raise KeyboardInterrupt
+            return encode(*a)
+        patch.setattr(prepare_fineweb, "encode_chunk", dying)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(*args)
+    parts = list(tmp_path.glob("*.part"))
+    assert parts
+    for part in parts:
+        with open(part, "ab") as f:
+            f.write(b"\1\0" * 500)
+    raw = parts[0].read_bytes()
+    parts[0].write_bytes(raw[:1500] + bytes([raw[1500] ^ 1]) + raw[1501:])
+    with pytest.raises(UserError, match="is missing or damaged, so this preparation cannot go on"):
+        prepare(*args)
+    parts[0].write_bytes(raw)
+    prepare(*args)
+    for path in data.glob("*.bin"):
+        assert path.read_bytes() == (tmp_path / path.name).read_bytes()
+
+
 def test_a_finished_folder_is_left_alone(data, tmp_path, capsys):
     stamps = {p.name: p.stat().st_mtime_ns for p in data.iterdir() if p.name != "lock"}
     prepare(data.parent / "text", data, "--holdout=10", "--shard_tokens=30000")
