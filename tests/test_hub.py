@@ -727,25 +727,3 @@ def test_the_papers_recipes_fit_their_models(name, monkeypatch):
     assert 0 < n["residual"] / n["total"] < 0.001
     assert t.max_steps * t.tokens_per_step / 1e9 == pytest.approx(billions, abs=0.01)
     assert f"--nproc_per_node={processes} train.py configs/{name}.toml" in (HERE / f"configs/{name}.toml").read_text()
-
-
-@pytest.mark.slow
-def test_converted_models_train_on_as_their_base_does(data, tmp_path):
-    shape = dict(n_layer=4, n_head=4, n_embd=64, n_ffn=128, seq_len=64, micro_batch=8, tokens_per_step=512)
-    run_training(data, tmp_path / "base", dtype="float32", max_steps=400, lr=3e-3, eval_every=0, save_every=0, **shape)
-
-    def losses(name, mode, mult=1, **knobs):
-        rows = start(data, tmp_path / name, tmp_path / "base", residual_mode=mode, route_lr_mult=mult, lr=2e-4,
-                     min_lr=2e-4, warmup_steps=10, max_steps=100, eval_every=0, save_every=0, seed=5, micro_batch=8,
-                     tokens_per_step=512, **knobs)
-        return np.array([float(r["loss"]) for r in rows if int(r["step"])])
-    control = losses("control", "standard")
-    for mode in RESIDUAL_MODES:
-        for mult in (1, 100) if mode == "mhar_delta" else (1,):
-            if RESIDUAL_MODES[mode].exact_start and mode != "standard":
-                assert (losses(f"{mode}{mult}", mode, mult) - control).max() < 0.02, (mode, mult)
-    moved = train.load_checkpoint(tmp_path / "mhar_delta1/last.pt")["model"]
-    assert all(v.abs().max() > 0 for k, v in moved.items() if ".gate." in k)
-    above = losses("delta_block", "delta_block", 100, depth_block=4) - control
-    assert above[0] > 0.01  # it starts elsewhere
-    assert above[19:24].mean() < above[0] / 2 and above[59:].mean() < 0.03
