@@ -375,3 +375,7 @@ def test_operations_are_counted_as_pytorch_counts_them():
         counts.add(counted := bench.flops_per_step(model, idx))
         assert counted == pytest.approx(3 * (matrices + attention), rel=0.02)
     assert max(counts) < 1.001 * min(counts)
+
+
+def test_a_pair_of_equal_losses_is_not_won():
+    assert stats.paired({1: 2.0, 2: 1.0}, {1: 2.0, 2: 1.5}).won == 1
