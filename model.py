@@ -1,16 +1,16 @@
-"""nanodepth: one GPT, and one switch (`residual_mode`) for every published variant of attention over depth.
+"""nanodepth: one GPT, and one switch (`residual_mode`) for the published ways to carry information through depth.
 
 The model is a Qwen3-style decoder: RMSNorm before each sublayer, rotary positions, per-head QK-norm, grouped-query
 attention, SwiGLU, no biases. What a sublayer reads and where its output goes is decided by one module, the residual:
 
     state = residual.start(e)               token embedding -> state, a tuple of (B, T, D) tensors
-    h_qk, h_v = residual.read(site, state)  normalised input of sublayer `site`: one tensor twice, unless roles differ
+    n_qk, n_v = residual.read(site, state)  normalised input of sublayer `site`: one tensor twice, except in `rd`
     state = residual.write(site, state, y)  the sublayer's output enters a new state
 
 Words.   A *layer* is attention + MLP; a *sublayer* is one of the two. *Site* s = 0 .. 2L-1 is the input of sublayer s
          (even: attention, odd: MLP), site 2L is the input of the head. A *source* is a tensor that a site may read. A
-         *depth block* is a run of sublayers whose outputs are summed into one source. A *route* is one softmax over
-         sources; a *depth head* is a group of channels with a softmax of its own.
+         *depth block* is a run of sublayers whose outputs are summed into one source. A *route* is one
+         weighted read of the sources, with one query; a *depth head* is a group of channels with a softmax of its own.
 Letters. B batch, T time, D width, V vocabulary, L layers, S sources of a site, G depth heads, K channels per head;
          e embedding, y output of a sublayer, x running sum, h what a site reads (its sublayer gets norm(h)).
 
@@ -46,7 +46,7 @@ class GPTConfig:
     n_ffn: int = 0  # hidden width of the MLP; 0 = 8/3 of n_embd, rounded up to a multiple of 64
     seq_len: int = 1024  # context in tokens
     residual_mode: str = "standard"  # how information travels through depth
-    depth_block: int = 0  # sublayers per depth block; 0 = whole layers, about eight depth blocks
+    depth_block: int = 0  # sublayers per depth block; 0 = the mode's own, mostly at most eight depth blocks
     route_heads: int = 0  # depth heads per route; 0 = the mode's own number
     rd_control: Literal["none", "tied", "average", "frozen_v"] = "none"  # rd: see `RoleDecoupled`
     dar_routing: Literal["reciprocal", "self_kv", "cross_v", "fixed_kv", "sep_v"] = "reciprocal"  # dar: see `Dual`
@@ -137,7 +137,7 @@ def mean_of_squares(x):
 def scaled_linear(x, gain, weight, whole=None):
     """(x * gain) @ weight.T, with the gain multiplied into whichever of the two is smaller.
 
-    `whole` is the matrix of which `weight` is a part, so that the parts round as the whole does.
+    `whole`: the matrix of which `weight` is a part; its size decides then, so that the parts round as the whole does.
     """
     size = (weight if whole is None else whole).numel()
     return F.linear(x * gain, weight) if x.numel() < size else F.linear(x, weight * gain)
@@ -204,7 +204,7 @@ class Residual(nn.Module):
         self.cfg, self.eps, self.n_sublayer = cfg, cfg.norm_eps, 2 * cfg.n_layer
 
     def start(self, e):
-        """Embedding (B, T, D) -> state, in the compute dtype, so that streams and sources have it in every mode."""
+        """Embedding (B, T, D) -> state, in autocast's dtype if there is one, so that streams and sources have it."""
         device = e.device.type
         if torch.is_autocast_enabled(device):
             e = e.to(torch.get_autocast_dtype(device))
@@ -221,7 +221,7 @@ class Residual(nn.Module):
         return (state[0] + y,)
 
     def init_weights(self):
-        """Zero unless said. No random numbers here: modes of one seed share all other weights."""
+        """All zero, unless a subclass says otherwise. Without random numbers: modes of one seed share all the rest."""
         for p in self.parameters():
             nn.init.zeros_(p)
 
@@ -241,8 +241,8 @@ class AttnRes(Residual):
     one sublayer are the full form. The factor S is ours: queries start at zero, every weight is 1/S, and h is the plain
     sum of the sources, which is the standard stream x. The norm behind h cancels S, but for its eps.
 
-    State: (e, closed depth blocks ..., open one). A subclass keeps len(sources(site, state)) == n_sources(site) ==
-    len(source_names(site)), and names its routes SITE or SITE_suffix.
+    State: (e, closed depth blocks ..., open one). Wherever there is a route, sources(site, state), n_sources(site) and
+    source_names(site) agree in length (`Dual` reads by `histories` instead). Routes are named SITE or SITE_suffix.
     """
 
     def __init__(self, cfg):
@@ -262,7 +262,7 @@ class AttnRes(Residual):
         return depth_logits(self.query[route].view(self.route_heads, -1), keys, self.eps).softmax(0)
 
     def mix(self, route, sources, factor=1):
-        """factor * sum_i alpha_i v_i (B, T, D) over S sources (B, T, D)."""
+        """factor * sum_i alpha_i v_i (B, T, D) over S sources (B, T, D); a single source as it is."""
         if len(sources) == 1:
             return sources[0]
         return depth_sum(factor * self.weights(route, sources), sources)
@@ -283,10 +283,10 @@ class AttnRes(Residual):
         return state
 
     def source_names(self, site):
-        """The same in words: the embedding, and depth blocks by their first and last sublayer."""
+        """Names of the tensors in `sources`: e, and depth blocks by their first and last sublayer."""
         size = self.depth_block
         blocks = [span(first, min(first + size, site) - 1) for first in range(0, site, size)]
-        return ["e", *blocks][:self.n_sources(site)]
+        return ["e", *blocks][:self.n_sources(site)]  # some subclasses read fewer
 
     def depth_weights(self, site, state):
         mine = [route for route in self.query if route.split("_")[0] == str(site)]
@@ -306,7 +306,8 @@ def span(first, last):
 class Cumulative(AttnRes):
     """`attnres_cumulative`: the sources are the running sums x_0 .. x_s, the baseline of the delta paper (2605.18855).
 
-    h = sum_i alpha_i x_i. Sources overlap, so that zero queries read mostly early sums: this is not the standard start.
+    h = sum_i alpha_i x_i. Early outputs are in more of the sums, so that zero queries weigh them more: this is not the
+    standard start.
     """
 
     def read(self, site, state):
@@ -336,7 +337,8 @@ class Static(AttnRes):
 
 
 class Delta(AttnRes):
-    """Delta Attention Residuals (2605.18855): the stream stays, a read of the sources is added to it, not written back.
+    """Delta Attention Residuals (2605.18855): the running sum x is kept as in `standard`; a sublayer reads x plus a
+    weighted sum of the sources, which does not enter x.
 
         h = (x + sum_i alpha_i v_i) / (1 + 1/S)      x <- x + y
 
@@ -376,8 +378,8 @@ class DeltaBlock(Delta):
 
     A depth block is closed when the next one is opened, which is after the read that follows its last sublayer (as in
     the released code): the newest depth block, complete or not, is never a source. Zero queries add an old mean to x:
-    this is not the standard start. delta_sources=released: a depth block starts as the one before the last, as in the
-    released code (e counts as the first).
+    this is not the standard start. delta_sources=released: a new depth block does not start from zero but from a copy
+    of the one before the newest (the second one from e), as in the released code.
     """
 
     def __init__(self, cfg):
@@ -405,6 +407,7 @@ class GatedDelta(DeltaBlock):
 
     The first source is a learned vector, the null, so that a site may read nothing. Gates start at zero: a converted
     model is its base to the last bit, and needs no divisor. Queries and nulls have no gradient until the gates move.
+    Depth blocks follow delta_sources=released.
     """
 
     def __init__(self, cfg):
@@ -430,7 +433,8 @@ class RoleDecoupled(AttnRes):
     """Role-Decoupled Attention Residuals (2608.01075): attention has one route for queries and keys, one for values.
 
     Both share sources, keys and pre-norm; MLP and head have one route. rd_control: `tied` uses the first route for both
-    roles, `average` feeds the mean of both reads to both, `frozen_v` reads the plain sum for values.
+    roles, `average` feeds the mean of both reads to both (the second query starts apart: not the standard start),
+    `frozen_v` reads the plain sum for values.
     """
 
     def __init__(self, cfg):
@@ -479,11 +483,11 @@ class Dual(AttnRes):
 
     State: both histories one after the other, each (e, closed depth blocks ..., open one). The paper's code is not
     public. Our choices: queries and logits of a start at zero, rho at 0.98, the write weights b at 1.1 and 0.9, the
-    other way round at MLPs, for equal ones would keep both histories equal forever. All b sum to 2, so that the mean of
-    both histories is the standard one: an exact start. dar_routing names the ablations: self_kv, cross_v, fixed_kv
-    (keys of history 0, values of 1; not the standard start), and sep_v, with one more linear map of the reads, shared
-    by all sites. dynamic_gates adds <norm(context), u> to the logits of a, b and rho, u = 0 at the start; the context
-    is the read h_j for a, the output y for b and rho.
+    other way round at MLPs, for equal ones would keep both histories equal forever. b_0 + b_1 = 2 then, so that the
+    mean of both histories is the standard one: an exact start. dar_routing names the ablations: self_kv, cross_v,
+    fixed_kv (keys of history 0, values of 1; the second query starts apart: not the standard start), and sep_v, with
+    one more linear map of the reads, shared by all sites. dynamic_gates adds <norm(context), u> to the logits of a, b
+    and rho, u = 0 at the start; the context is the read h_j for a, the output y for b and rho.
     """
     # the histories that (read 0, read 1) take their keys from, and their values
     KEYS_VALUES = {"reciprocal": ((1, 0), (0, 1)), "sep_v": ((1, 0), (0, 1)), "self_kv": ((0, 1), (0, 1)),
@@ -569,7 +573,7 @@ class Dual(AttnRes):
 
 
 class HyperConnections(Residual):
-    """`hc`: Hyper-Connections (2409.19606). n streams H_j: x = sum_j A_j H_j, then H_i <- sum_j R_ji H_j + b_i y.
+    """`hc`: Hyper-Connections (2409.19606). n streams H_j: h = sum_j A_j H_j, then H_i <- sum_j R_ji H_j + b_i y.
 
     State: the streams, all e at the start; the head reads their mean. Starts: A one-hot at stream s mod n, R the
     identity, b one: `standard`. dynamic_gates: + factor * tanh(norm(H_j) W) on A_j, R_j and b_j, W = 0, factor = 0.01.
@@ -642,13 +646,13 @@ class HyperConnections(Residual):
 class ManifoldHyperConnections(HyperConnections):
     """`mhc`: manifold-constrained Hyper-Connections (2512.24880): always dynamic, R doubly stochastic.
 
-        c = norm(all streams as one vector)       A = sigmoid(factor c W_A + bias)    b = 2 sigmoid(factor c W_b + bias)
+        c = norm(all streams as one vector)    A = sigmoid(factor c W_A + bias) / a   b = 2 sigmoid(factor c W_b + bias)
         R = Sinkhorn(factor c W_R + bias), 20 iterations; for two streams in closed form
 
     c W is computed as (sum_j H_j W_j) / rms: the long vector is never made. Starts: W = 0, factor = 0.01; biases of A
-    +1 at stream s mod n and -1 elsewhere, of R 4 I, of b 0. A is divided by what it sums to then, which the norm behind
-    it cancels: equal streams are `standard`, and unequal A let training pull them apart. A doubly stochastic R keeps
-    the mean, which is all that the head reads: the last site has no R, and site 0 has none as its streams are equal.
+    +1 at stream s mod n and -1 elsewhere, of R 4 I, of b 0; `a` is the sum of A at the start, which the norm behind the
+    read cancels: equal streams are `standard`, and unequal A let training pull them apart. A doubly stochastic R keeps
+    the mean, which is all that the head reads: the last sublayer has no R, and the first none as its streams are equal.
     """
 
     def connections(self, site):
@@ -694,7 +698,7 @@ def doubly_stochastic(logits):
 
 
 class Mode(NamedTuple):
-    """One row of RESIDUAL_MODES. The command line, the README's table and the tests are derived from it."""
+    """One row of RESIDUAL_MODES. Command line and tests are derived from it, README's table is checked against it."""
     cls: type  # the residual's class
     knobs: dict = {}  # what a user may set in this mode, and its value while it is not set; may be functions of cfg
     fixed: dict = {}  # knobs that the mode itself decides
@@ -705,54 +709,54 @@ class Mode(NamedTuple):
     exact_start: bool = True  # whether it starts as the standard model
 
 
-BLOCKS = {"depth_block": lambda cfg: 2 * math.ceil(cfg.n_layer / 8)}  # about eight, of whole layers
+BLOCKS = {"depth_block": lambda cfg: 2 * math.ceil(cfg.n_layer / 8)}  # at most eight, of whole layers
 FULL = {"depth_block": 1}
 ONE_HEAD, KV_HEADS = {"route_heads": 1}, {"route_heads": lambda cfg: cfg.n_kv_head}
 RESIDUAL_MODES = {
     "standard": Mode(Residual, reads="x = e + Σ y", stores="1", paper="pre-norm Transformer"),
     "attnres": Mode(
-        AttnRes, knobs=ONE_HEAD, fixed=FULL, paper="arXiv 2603.15031",
+        AttnRes, knobs=ONE_HEAD, fixed=FULL, paper="2603.15031",
         reads="Σ α v over e and every y", stores="2L+1", added="2*L*D"),
     "attnres_block": Mode(
-        AttnRes, knobs=BLOCKS | ONE_HEAD, paper="arXiv 2603.15031",
+        AttnRes, knobs=BLOCKS | ONE_HEAD, paper="2603.15031",
         reads="Σ α v over e and depth blocks", stores="N+1", added="2*L*D"),
     "static_block": Mode(
-        Static, knobs=BLOCKS | ONE_HEAD, paper="control in arXiv 2603.15031",
+        Static, knobs=BLOCKS | ONE_HEAD, paper="control in 2603.15031",
         reads="as attnres_block, α the same for all tokens", stores="N+1", added="L*(N+3)"),
     "mhar": Mode(
-        AttnRes, knobs=KV_HEADS, fixed=FULL, paper="arXiv 2607.27230",
+        AttnRes, knobs=KV_HEADS, fixed=FULL, paper="2607.27230",
         reads="as attnres, per depth head", stores="2L+1", added="2*L*D"),
     "mhar_block": Mode(
-        AttnRes, knobs=BLOCKS | KV_HEADS, paper="arXiv 2607.27230",
+        AttnRes, knobs=BLOCKS | KV_HEADS, paper="2607.27230",
         reads="as attnres_block, per depth head", stores="N+1", added="2*L*D"),
     "mhar_delta": Mode(
-        GatedDelta, knobs=BLOCKS | KV_HEADS, fixed={"delta_sources": "released"}, paper="arXiv 2607.27230",
+        GatedDelta, knobs=BLOCKS | KV_HEADS, fixed={"delta_sources": "released"}, paper="2607.27230",
         reads="x + gate · Σ α v over a null, e and closed depth blocks", stores="N+2", added="2*L*(2*D+1)"),
     "rd": Mode(
-        RoleDecoupled, knobs=BLOCKS | ONE_HEAD | {"rd_control": "none"}, paper="arXiv 2608.01075",
+        RoleDecoupled, knobs=BLOCKS | ONE_HEAD | {"rd_control": "none"}, paper="2608.01075",
         reads="as attnres_block, one read for Q and K, one for V", stores="N+1", added="2*L*D+(L-1)*D"),
     "delta": Mode(
-        Delta, knobs=ONE_HEAD, fixed=FULL, paper="arXiv 2605.18855",
+        Delta, knobs=ONE_HEAD, fixed=FULL, paper="2605.18855",
         reads="x + Σ α v over e and every y", stores="2L+2", added="(2*L-1)*D"),
     "delta_block": Mode(
-        DeltaBlock, knobs=BLOCKS | ONE_HEAD | {"delta_sources": "true"}, paper="arXiv 2605.18855",
+        DeltaBlock, knobs=BLOCKS | ONE_HEAD | {"delta_sources": "true"}, paper="2605.18855",
         reads="x + Σ α v over e and closed depth blocks", stores="N+2", added="(2*L-1-P)*D", exact_start=False),
     "attnres_cumulative": Mode(
-        Cumulative, knobs=ONE_HEAD, fixed=FULL, paper="baseline in arXiv 2605.18855",
+        Cumulative, knobs=ONE_HEAD, fixed=FULL, paper="baseline in 2605.18855",
         reads="Σ α x over the running sums x_0 .. x_s", stores="2L+1", added="2*L*D", exact_start=False),
     "dar_block": Mode(
         Dual, knobs=BLOCKS | ONE_HEAD | {"dar_routing": "reciprocal", "dynamic_gates": False},
-        paper="arXiv 2607.18730", reads="two reads of two histories, mixed by learned gates", stores="2(N+1)",
+        paper="2607.18730", reads="two reads of two histories, mixed by learned gates", stores="2(N+1)",
         added="4*L*D+10*L-N"),
     "dar": Mode(
         Dual, knobs=ONE_HEAD | {"dar_routing": "reciprocal", "dynamic_gates": False}, fixed={"depth_block": 2},
-        paper="arXiv 2607.18730", reads="as dar_block, with depth blocks of one layer", stores="2(L+1)",
+        paper="2607.18730", reads="as dar_block, with depth blocks of one layer", stores="2(L+1)",
         added="4*L*D+9*L"),
     "hc": Mode(
-        HyperConnections, knobs={"n_streams": 4, "dynamic_gates": False}, paper="arXiv 2409.19606",
+        HyperConnections, knobs={"n_streams": 4, "dynamic_gates": False}, paper="2409.19606",
         reads="Σ A H over n streams", stores="n", added="2*L*n*(n+2)-n"),
     "mhc": Mode(
-        ManifoldHyperConnections, knobs={"n_streams": 4}, paper="arXiv 2512.24880",
+        ManifoldHyperConnections, knobs={"n_streams": 4}, paper="2512.24880",
         reads="Σ A H over n streams, mixed doubly stochastically", stores="n",
         added="2*L*((n*D+1)*(n*n+2*n)+3)-(n*D+1)*(2*n*n+n)-3"),
 }
@@ -781,13 +785,13 @@ class Attention(nn.Module):
         if cfg.qk_norm:
             self.q_gain, self.k_gain = nn.Parameter(torch.empty(self.K)), nn.Parameter(torch.empty(self.K))
 
-    def forward(self, h_qk, h_v, rope, cache=None):
-        if h_v is None:  # the same as h_qk; identity would not survive the hooks of FSDP
-            q, k, v = scaled_linear(h_qk, self.gain, self.qkv.weight).split(self.sizes, dim=-1)
+    def forward(self, n_qk, n_v, rope, cache=None):
+        if n_v is None:  # the same as n_qk; identity would not survive the hooks of FSDP
+            q, k, v = scaled_linear(n_qk, self.gain, self.qkv.weight).split(self.sizes, dim=-1)
         else:
             w_qk, w_v = self.qkv.weight.split([self.sizes[0] + self.sizes[1], self.sizes[2]])
-            q, k = scaled_linear(h_qk, self.gain, w_qk, self.qkv.weight).split(self.sizes[:2], dim=-1)
-            v = scaled_linear(h_v, self.gain, w_v, self.qkv.weight)
+            q, k = scaled_linear(n_qk, self.gain, w_qk, self.qkv.weight).split(self.sizes[:2], dim=-1)
+            v = scaled_linear(n_v, self.gain, w_v, self.qkv.weight)
         q, k, v = (t.unflatten(-1, (-1, self.K)).transpose(1, 2) for t in (q, k, v))  # (B, H, T, K)
         if self.qk_norm:
             q, k = rms_norm(q, self.eps) * self.q_gain, rms_norm(k, self.eps) * self.k_gain
@@ -839,12 +843,12 @@ class KVCache:
 # The model
 
 
-CHUNK = 2**24  # logits, 64 MB in fp32: fewer are not worth a cut
+CHUNK = 2**24  # logits, 64 MB in fp32: fewer than this are not split
 
 
 def chunk_loss(x, weight, targets, scale, dw):
-    """Rows x (n, D), targets (n,) of `HeadLoss` -> scale * sum of their losses, and their gradients: dx, added to dw.
-    Without dw (V, D) no gradients."""
+    """Rows x (n, D) and targets (n,) of `HeadLoss` -> (scale * sum of their losses, dx); adds the head's gradient to dw
+    (V, D). Without dw: no gradients."""
     z = (x @ weight.t()).to(scale.dtype).log_softmax(-1)
     at, valid = targets.clamp(min=0)[:, None], targets[:, None] >= 0
     loss = (z.gather(1, at) * valid).sum() * -scale
@@ -859,7 +863,7 @@ def chunk_loss(x, weight, targets, scale, dw):
 
 
 class HeadLoss(torch.autograd.Function):
-    """Mean cross-entropy of logits x @ weight.T that never exist as a whole: (N, D), (V, D), (N,) -> a number.
+    """Mean cross-entropy of logits x @ weight.T, made in up to eight chunks of rows: (N, D), (V, D), (N,) -> a number.
 
     Rows are taken in chunks, of which each has its gradients made at once (as in Liger, arXiv 2410.10989): nothing is
     computed twice. Products are in the precision of x; logits, losses and sums over chunks are in at least fp32.
@@ -901,13 +905,13 @@ def start_std(cfg, name, fan_in):
     logits a deviation of 1 at every width. Outputs of zero leave the stream to the embedding until they have learned:
     a tied head first repeats the token, so that the loss begins above ln V, and is the lowest of all soon after.
     """
-    deep, outer = (2 * cfg.n_layer) ** -0.5, name in ("embed.weight", "head.weight")
+    deep = (2 * cfg.n_layer) ** -0.5
     output = name.endswith(("out.weight", "down.weight"))
     if cfg.init in ("papers", "gpt2"):
         return 0.02 * deep if output and cfg.init == "gpt2" else 0.02
-    if outer:
-        return cfg.n_embd**-0.5
-    return fan_in**-0.5 * ((deep if cfg.init == "fan_in" else 0.0) if output else 1.0)
+    if output:
+        return deep * fan_in**-0.5 if cfg.init == "fan_in" else 0.0
+    return fan_in**-0.5  # of embedding and head: D
 
 
 def fused_form(residual):
@@ -974,12 +978,12 @@ class GPT(nn.Module):
         rope = rotary(past, idx.shape[1], cfg.head_dim, cfg.rope_theta, idx.device, dtype, cfg.rope_scale)
         for site, sublayer in enumerate(self.sublayers):
             look(site, state)
-            h_qk, h_v = residual.read(site, state)
-            h_v = None if h_v is h_qk else h_v
+            n_qk, n_v = residual.read(site, state)
+            n_v = None if n_v is n_qk else n_v
             if cfg.remat and torch.is_grad_enabled():
-                y = checkpoint(sublayer, h_qk, h_v, rope, use_reentrant=False)
+                y = checkpoint(sublayer, n_qk, n_v, rope, use_reentrant=False)
             else:
-                y = sublayer(h_qk, h_v, rope, cache)
+                y = sublayer(n_qk, n_v, rope, cache)
             state = residual.write(site, state, y)
         if cache is not None:
             cache.length += idx.shape[1]

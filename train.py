@@ -95,7 +95,7 @@ class TrainConfig:
     log_every: int = 10  # steps between log lines
     estimate: bool = False  # print what the run would need in every mode, and train nothing
     gpus: int = 1  # for estimate: number of GPUs
-    gpu: str = "H100"  # for estimate: one of those in estimate.py
+    gpu: str = "H100"  # for estimate: one of those in study/estimate.py
     mfu: float = 0.4  # for estimate: part of the GPU's peak that the run is assumed to reach
     tracker: str = "none"  # none | tensorboard | wandb
 
@@ -759,7 +759,7 @@ def load_weights(model, content, path, assign=False):
 
 
 def show_estimate(cfg, t):
-    import estimate
+    from study import estimate
     try:
         require_choice("gpu", t.gpu, estimate.GPUS)
     except ValueError as e:
@@ -1288,7 +1288,7 @@ class Log:
             raise UserError(f"cannot write {self.path} ({e.strerror or e})") from None
         self.flops = 0  # of a token, as a part of what all GPUs can do in a second
         if device.type == "cuda":
-            import estimate
+            from study import estimate
             name = torch.cuda.get_device_name(device)
             peak = next((tflops for gpu, (tflops, _) in estimate.GPUS.items() if gpu in name), math.inf)
             world = dist.get_world_size() if dist.is_initialized() else 1

@@ -24,7 +24,7 @@ from helpers import (
     tokens,
 )
 
-import estimate
+from study import estimate
 import model as model_file
 import train
 from model import GPTConfig
