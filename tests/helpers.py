@@ -17,6 +17,9 @@ import train
 from model import GPT, RESIDUAL_MODES, GPTConfig
 from prepare_fineweb import UserError
 
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:  # pytest was started by nohup or in the background of a script
+        signal.signal(number, usual)
 torch.set_num_threads(1)  # small shapes: more threads only get in each other's way
 HERE = Path(__file__).resolve().parent.parent
 MODES = list(RESIDUAL_MODES)
