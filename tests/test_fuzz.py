@@ -173,7 +173,8 @@ class Fuzz:
         key, _, text = arg.removeprefix("--").partition("=")
         found, kind = (dataclasses.asdict(cfg) | dataclasses.asdict(t))[key], type(train.SCHEMA[key].default)
         if kind is bool:
-            assert found == (text.lower() == "true") and (text.lower() in ("true", "false") or arg == f"--{key}")
+            bare = arg == f"--{key}"  # means true
+            assert found == (bare or text.lower() == "true") and (bare or text.lower() in ("true", "false"))
         elif key == "compile" and text.lower() in ("true", "false"):
             assert found == ("on" if text.lower() == "true" else "off")
         else:
