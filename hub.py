@@ -319,7 +319,7 @@ def step_zero(model, base, rows):
     nll, most = torch.zeros(2, dtype=torch.float64), 0.0
     for *h, y in zip(*(t.split(256) for t in (*trunks, rows[0, 1:]))):  # never all logits at once
         logits = [model.logits(part) for part in h]
-        nll += torch.tensor([F.cross_entropy(z, y, reduction="sum").item() for z in logits], dtype=torch.float64)
+        nll += torch.tensor([F.cross_entropy(z.double(), y, reduction="sum").item() for z in logits], dtype=nll.dtype)
         most = max(most, (logits[1] - logits[0]).abs().max().item())
     before, after = (nll / (rows.shape[1] - 1)).tolist()
     return after, after - before, most

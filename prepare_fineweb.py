@@ -1131,6 +1131,8 @@ def in_order(jobs, function, workers, tokenizer):
     except BaseException:  # a mistake, Ctrl-C, or nobody wants the rest: what the workers are at is not needed
         for worker in set(multiprocessing.active_children()) - others:
             worker.kill()
+        # one may have been killed inside a result: the pool would wait for its rest as long as anybody could write it
+        pool._result_queue._writer.close()
         raise
     finally:
         pool.shutdown(cancel_futures=True)

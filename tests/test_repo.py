@@ -144,7 +144,7 @@ RESIDUAL_MODES["patchy"] = RESIDUAL_MODES["attnres_block"]._replace(cls=PatchyRe
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_own_mode_that_is_pasted_into_the_model_passes_every_test_that_applies(tmp_path, monkeypatch):
     """README's example and a wilder one: all tests of attnres run over them too, and README's row alone is missing."""
     copy = tmp_path / "copy"

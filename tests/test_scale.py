@@ -200,6 +200,17 @@ def matrix(data, folder, name, modes=MODES, **settings):
 
 
 @pytest.mark.slow
+def test_every_mode_trains_in_two_shards_as_in_one_process(data, tmp_path):
+    short = dict(max_steps=3, eval_every=3)
+    for runs, world in ((matrix(data, tmp_path, "one", **short), 1),
+                        (matrix(data, tmp_path, "two", parallel="fsdp", **short), 2)):
+        out = spawn(runs, world)
+        assert all("all done" in text for text in out), out[0][-3000:]
+    for mode in MODES:
+        assert_same_run(tmp_path / f"two {mode}", tmp_path / f"one {mode}", 1e-10)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("dtype, tol", [("float64", 1e-10), ("float32", 1e-5)])
 def test_all_modes_on_all_engines(dtype, tol, data, tmp_path):
     """2 DDP, 2 and 4 FSDP, 2 x 2, remat, tied and untied: loss, val loss and norm of one process."""
