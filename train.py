@@ -711,16 +711,22 @@ def build_sharded(cfg, t, device, dtype):
     for sublayer in model.sublayers:
         fully_shard(sublayer, mesh=mesh, mp_policy=policy, shard_placement_fn=columns)
     fully_shard(model, mesh=mesh)
+    return fill(model, device, t.seed)
+
+
+@torch.no_grad()
+def fill(model, device, seed):
+    """A model without content gets its memory on `device`, and the start weights of GPT.init_weights. They are drawn on
+    the host, so that a seed gives the same ones on every device, and one parameter at a time."""
     model.to_empty(device=device)
-    residual = type(model.residual)(cfg)
-    torch.manual_seed(t.seed)  # as GPT.init_weights
-    with torch.no_grad():
-        residual.init_weights()
-        start = {f"residual.{name}": p for name, p in residual.named_parameters()}
-        for name, p in model.named_parameters():
-            if name not in start:
-                model.init_parameter(name, value := torch.empty(p.shape))
-            p.copy_(like(start.get(name, value).to(p.dtype), p))
+    residual = type(model.residual)(model.cfg)
+    torch.manual_seed(seed)
+    residual.init_weights()
+    start = {f"residual.{name}": p for name, p in residual.named_parameters()}
+    for name, p in model.named_parameters():
+        if name not in start:
+            model.init_parameter(name, value := torch.empty(p.shape))
+        p.copy_(like(start.get(name, value).to(p.dtype), p))
     return model
 
 
@@ -792,8 +798,7 @@ def train(cfg, t):
     elif sharded:
         model = build_sharded(cfg, t, device, dtype)
     else:
-        model = build(cfg)  # made on the host, so that a seed gives the same weights on every device
-        model.init_weights(t.seed)
+        model = fill(build(cfg, "meta").to(torch.float64 if dtype == torch.float64 else None), device, t.seed)
     if not sharded:
         model = model.to(device, torch.float64 if dtype == torch.float64 else None)
     optimizer = make_optimizer(model, t, device)

@@ -1,4 +1,5 @@
 """Figures of a study: what gained and how surely, how it was tuned, what losses are worth, where models read."""
+import csv
 import math
 from pathlib import Path
 
@@ -149,3 +150,29 @@ def draw_depth(plt, args, study, arms, rows, results, ngrams, tokens, colours):
               title="how sharply a site reads")
     right.legend(fontsize=7)
     return fig
+
+
+def draw_start(rows, path):
+    """Stage 1: the lowest loss of `standard` over the rates tried, for each start of the weights and width."""
+    plt = pyplot()
+    fig, ax = plt.subplots(figsize=(6, 3.2))
+    with open(rows, newline="", encoding="utf-8") as f:
+        table = list(csv.DictReader(f))
+    for init, marker in zip(("papers", "gpt2", "fan_in", "zero"), "os^D"):
+        best = {}
+        for r in (r for r in table if r["init"] == init):
+            best[int(r["width"])] = min(float(r["val_loss"]), best.get(int(r["width"]), math.inf))
+        ax.plot(sorted(best), [best[w] for w in sorted(best)], marker=marker, label=init)
+    ax.set(xscale="log", xlabel="width", ylabel="validation loss (nats per byte)",
+           title="standard, 16 layers, 0.26M tokens: four starts")
+    ax.set_xticks((64, 128, 256), ("64", "128", "256"))
+    ax.minorticks_off()
+    ax.set_ylim(top=2.75)
+    ax.legend(ncols=4, loc="upper center")
+    fig.tight_layout()
+    fig.savefig(path, dpi=90)
+    plt.close(fig)
+
+
+if __name__ == "__main__":  # python -m study.figures
+    draw_start("study/start/rows.csv", "study/start/start.png")

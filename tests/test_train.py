@@ -23,7 +23,7 @@ import model as model_file
 import train
 from helpers import (
     config_error, documents, flags, gradients, HERE, loss_of, make, measured, MODES, prepare, read_log,
-    run_training, same_weights, shard, TINY_RUN, tokens, TRAIN_ONLY,
+    run_training, same_weights, shard, SMALL, TINY_RUN, tokens, TRAIN_ONLY,
 )
 from launch import run_script, started
 from model import GPT, RESIDUAL_MODES, GPTConfig
@@ -969,3 +969,15 @@ def test_long_runs_keep_their_memory_and_their_speed(data, tmp_path, steps=2000)
     assert memory[-1] < 1.05 * memory[steps // 10 - 1]  # mem_mb is the peak so far
     first, last = (np.median(part) for part in (ms[steps // 100:][:steps // 10], ms[-steps // 10:]))
     assert last < 1.1 * first, (first, last)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_model_is_filled_one_parameter_at_a_time_with_the_weights_of_its_seed(mode):
+    """Built without content: no process holds a second copy on its host."""
+    cfg = GPTConfig(**SMALL | dict(residual_mode=mode))
+    whole = train.build(cfg)
+    whole.init_weights(5)
+    model = train.build(cfg, "meta")
+    assert all(p.is_meta for p in model.parameters())
+    model = train.fill(model, torch.device("cpu"), 5)
+    assert all(torch.equal(p, whole.state_dict()[name]) for name, p in model.state_dict().items())
