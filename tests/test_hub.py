@@ -641,7 +641,7 @@ def test_tasks_on_the_command_line_are_equal_for_one_two_and_three_processes(dat
 
 @pytest.mark.slow
 def test_an_import_takes_the_memory_of_the_fp32_model_and_no_more(tmp_path):
-    shape = dict(vocab_size=16384, n_layer=8, n_head=8, n_embd=512, head_dim=64, n_ffn=1536)
+    shape = dict(vocab_size=16384, n_layer=24, n_head=8, n_embd=512, head_dim=64, n_ffn=1536)  # 361 MB
     own(tmp_path / "hf", n_kv_head=0, **shape)
     own(tmp_path / "small")
     code = f"""import re, hub, kernels, train, safetensors
