@@ -12,7 +12,7 @@ Words.   A *layer* is attention + MLP; a *sublayer* is one of the two. *Site* s 
          *depth block* is a run of sublayers whose outputs are summed into one source. A *route* is one
          weighted read of the sources, with one query; a *depth head* is a group of channels with a softmax of its own.
 Letters. B batch, T time, D width, V vocabulary, L layers, S sources of a site, G depth heads, K channels per head;
-         e embedding, y output of a sublayer, x running sum, h what a site reads (its sublayer gets norm(h)).
+         e embedding, y output of a sublayer, x running sum, h what a site reads (in MLP and GPT: behind its norm).
 
     python train.py configs/tiny.toml --residual_mode=attnres_block
 
@@ -322,7 +322,8 @@ class Cumulative(AttnRes):
 
 
 class Static(AttnRes):
-    """`static_block`: each source has a learned weight that is the same for all tokens, softmax(logits).
+    """`static_block`: each source has a learned weight that is the same for all tokens, softmax(logits). The logits,
+    (S, G), are kept in `query`.
 
     Routing without attention: the input-independent control of 2603.15031, section 5.
     """
@@ -478,8 +479,8 @@ class Dual(AttnRes):
 
         h_j = sum_i softmax_i(<q_j, norm(K_i)>) V_i        read j: K the sources of history 1-j, V those of history j
         h = S (a_0 h_0 + a_1 h_1)                          a: softmax of two logits
-        P_j <- b_j y                                       P_j: the open depth block of history j; its first sublayer
-        P_j <- rho P_j + (1 - rho) P_(1-j) + b_j y         and its others
+        P_j <- b_j y                                       where y opens depth block P_j of history j
+        P_j <- rho P_j + (1 - rho) P_(1-j) + b_j y         where y joins it
 
     State: both histories one after the other, each (e, closed depth blocks ..., open one). The paper's code is not
     public. Our choices: queries and logits of a start at zero, rho at 0.98, the write weights b at 1.1 and 0.9, the
@@ -597,7 +598,7 @@ class HyperConnections(Residual):
         return "ARb" if site else "Rb"
 
     def map_shapes(self, cfg):
-        """Shapes of W for each kind of connection: one row for all streams, or a row for each it goes to."""
+        """Shapes of W, applied to each stream alike: A and b get one number from it, R one for each target stream."""
         n, D = self.n_streams, cfg.n_embd
         return {"A": (1, D), "R": (n, D), "b": (1, D)} if cfg.knob("dynamic_gates") else None
 
@@ -659,6 +660,7 @@ class ManifoldHyperConnections(HyperConnections):
         return "b" if site == 0 else "Ab" if site == self.n_sublayer - 1 else "ARb"
 
     def map_shapes(self, cfg):
+        """Shapes of W: (outputs, stream, D); the outputs of R are pairs of target and source."""
         n, D = self.n_streams, cfg.n_embd
         return {"A": (n, n, D), "R": (n * n, n, D), "b": (n, n, D)}
 
@@ -895,7 +897,7 @@ def start_std(cfg, name, fan_in):
     """Standard deviation of a matrix at the start. L layers, D width; *outputs* write to the stream (`out`, `down`).
 
         init    embedding, head   matrices         outputs             used by
-        papers  0.02              0.02             0.02                2603.15031, 2605.18855, 2607.27230 (partly known)
+        papers  0.02              0.02             0.02                2603.15031, 2605.18855, 2607.27230, as they say
         gpt2    0.02              0.02             0.02 / sqrt(2L)     GPT-2, nanoGPT
         fan_in  1/sqrt(D)         1/sqrt(fan_in)   1/sqrt(2L fan_in)   muP (2203.03466) for the matrices
         zero    1/sqrt(D)         1/sqrt(fan_in)   0                   nanochat, modded-nanogpt for the outputs
