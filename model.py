@@ -379,8 +379,8 @@ class DeltaBlock(Delta):
 
     A depth block is closed when the next one is opened, which is after the read that follows its last sublayer (as in
     the released code): the newest depth block, complete or not, is never a source. Zero queries add an old mean to x:
-    this is not the standard start. delta_sources=released: a new depth block does not start from zero but from a copy
-    of the one before the newest (the second one from e), as in the released code.
+    this is not the standard start. delta_sources=released: depth block P_k starts not from zero
+    but from a copy of P_(k-2), with P_0 = e (the first one from zero), as in the released code.
     """
 
     def __init__(self, cfg):
