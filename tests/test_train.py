@@ -65,7 +65,8 @@ def test_configuration_mistakes_name_the_place_and_the_remedy(tmp_path):
                            ("--n_kv_head=5", "n_kv_head=5"), ("--head_dim=7", "even"), ("--schedule=cos", "cosine"),
                            ("--dtype=float16", "float16 is not supported"), ("--min_lr=1", "above lr"),
                            ("--eval_at_tokens=1,x", "whole numbers"), ("--tracker=w", "choices"),
-                           ("--micro_batch=0", "at least 1")):
+                           ("--micro_batch=0", "at least 1"),
+                           ("--gpus=8", "gpus=8 has no effect without estimate=true")):
         assert expected in config_error(flag), flag
     assert "n_embd=64" in config_error("--n_embd=64", "--n_head=4", "--residual_mode=attnres", "--route_heads=3")
     assert "depth_block" in config_error("--residual_mode=attnres", "--depth_block=2")
