@@ -110,7 +110,7 @@ class TrainConfig:
         require(0 < self.mfu <= 1, f"mfu={self.mfu}: must be above 0 and at most 1")
         for name in ("gpus", "gpu", "mfu"):
             require(self.estimate or getattr(self, name) == getattr(TrainConfig, name), f"{name}={getattr(self, name)} "
-                    "has no effect without estimate=true; processes are started with torchrun --nproc_per_node")
+                    "has no effect without estimate=true; processes are started with torchrun --standalone --nproc_per_node")
         for name in ("beta1", "beta2"):
             require(0 <= getattr(self, name) < 1, f"{name}={getattr(self, name)}: must be in [0, 1)")
         require(self.dtype != "float16", "dtype=float16 is not supported: use bfloat16 or float32")
