@@ -43,7 +43,7 @@ class Arm(NamedTuple):
 class Study:
     """The table [study] of a configuration."""
     steps: list = dataclasses.field(default_factory=list)  # budgets of every arm, ascending; the last is the main one
-    long_steps: int = 0  # a longer one for `standard` and the two best arms of the first group; 0: none
+    long_steps: int = 0  # a longer one for `standard` and the two best arms with routes and all seeds; 0: none
     long_seeds: int = 2
     seeds: int = 3  # pairs of an arm, seeds 1, 2, ...
     tuning_seed: int = 101  # of the trials, used for nothing else
@@ -136,12 +136,18 @@ def tuned(study, arms, rows, name):
     return min(done, key=done.get) if len(done) >= study.trials else None
 
 
+def long_arms(study, arms):
+    """Arms of which the two best have the longest budget: all seeds, a sound start, routes."""
+    return [name for name, arm in arms.items()
+            if study.long_steps and arm.routed and (arm.seeds, arm.base) == (study.seeds, "standard")]
+
+
 def wanted(study, arms, rows):
-    """Cells that are not done, the most useful first. By group the trials, then the budgets seed by seed, and after the
-    first group the longest budget for `standard` and its two best arms with routes. A cell waits for the trials of its
-    arm and for the shorter budgets of its trunk."""
-    out, groups = [], sorted({a.group for a in arms.values()})
-    for group in groups:
+    """Cells that are not done, the most useful first. By group the trials, then the budgets seed by seed; when the arms
+    with all seeds are done, the longest budget for `standard` and the two best of them. A cell waits for the trials of
+    its arm and for the shorter budgets of its trunk."""
+    out, long = [], long_arms(study, arms)
+    for group in sorted({a.group for a in arms.values()}):
         mine = {n: a for n, a in arms.items() if a.group == group}
         for name, arm in mine.items():
             done = trials(study, rows, name)
@@ -151,12 +157,11 @@ def wanted(study, arms, rows):
         rates = {n: tuned(study, arms, rows, n) for n in mine}
         out += [Cell(n, seed, steps, *rates[n]) for seed in range(1, max(a.seeds for a in mine.values()) + 1)
                 for steps in study.steps for n, a in mine.items() if seed <= a.seeds and rates[n]]
-        if group == groups[0] and study.long_steps and all(c in rows for c in out):
-            at_main = {n: statistics.mean(losses(finished(study, arms, rows, n, study.steps[-1])).values())
-                       for n, a in mine.items() if a.routed and a.base == "standard"}
-            best = sorted(at_main, key=at_main.get)[:2]
-            out += [Cell(n, seed, study.long_steps, *rates[n]) for seed in range(1, study.long_seeds + 1)
-                    for n in ("standard", *best)]
+        if long and group == max(arms[n].group for n in long) and all(c in rows for c in out):
+            at_main = {n: losses(finished(study, arms, rows, n, study.steps[-1])).values() for n in long}
+            best = sorted(long, key=lambda n: statistics.mean(at_main[n]))[:2]
+            out += [Cell(n, seed, study.long_steps, *tuned(study, arms, rows, n))
+                    for seed in range(1, study.long_seeds + 1) for n in ("standard", *best)]
     left, seen = [c for c in out if c not in rows], set()
     return [c for c in left if not (c.trunk in seen or seen.add(c.trunk))]
 
@@ -172,8 +177,8 @@ def left_to_train(study, arms, rows):
                 if not rate or Cell(name, seed, end, *rate) not in rows:
                     runs, steps = runs + 1, steps + end - before
         if name == "standard" and study.long_steps:
-            others = sum(a.routed and (a.base, a.group) == ("standard", arm.group) for a in arms.values())
-            long = (1 + min(2, others)) * study.long_seeds - sum(c.steps == study.long_steps for c in rows)
+            long = (1 + min(2, len(long_arms(study, arms)))) * study.long_seeds
+            long -= sum(c.steps == study.long_steps for c in rows)
             runs, steps = runs + long, steps + long * (study.long_steps - branch_step(study.steps[-1]))
         if runs:
             left[name] = runs, steps
