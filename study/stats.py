@@ -94,9 +94,6 @@ def tokens_for(curve, loss):
     return None
 
 
-SAME = 0.01  # nat: differences within this are none
-
-
 def verdict(main, p, first=None, last=None, papers=None, static=None, moved=None):
     """Words for one arm from its Paired differences: to the base at the main, the first and the longest budget, to the
     base where both have the papers' start, and to static weights. p is Holm's over all arms; moved as in `cell.moved`.

@@ -77,6 +77,7 @@ def test_each_verdict_is_said_where_its_rule_holds():
         return stats.Paired(mean, spread, n, n if mean < 0 else 0)
     for p, args, words in (
             (0.01, dict(main=d(-0.03)), ["gain"]), (0.01, dict(main=d(0.03)), ["worse"]),
+            (0.01, dict(main=d(0.005, 0.001)), ["worse"]), (0.01, dict(main=d(-0.005, 0.001)), ["gain"]),
             (0.4, dict(main=d(-0.001)), ["no difference"]), (0.4, dict(main=d(-0.008)), ["cannot tell"]),
             (0.4, dict(main=d(-0.001, 0.03)), ["cannot tell"]),
             (0.01, dict(main=d(-0.03), first=d(-0.05), last=d(-0.024)), ["gain", "transient"]),
