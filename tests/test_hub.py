@@ -729,3 +729,26 @@ def test_the_papers_recipes_fit_their_models(name, monkeypatch):
     assert 0 < n["residual"] / n["total"] < 0.001
     assert t.max_steps * t.tokens_per_step / 1e9 == pytest.approx(billions, abs=0.01)
     assert f"--nproc_per_node={processes} train.py configs/{name}.toml" in (HERE / f"configs/{name}.toml").read_text()
+
+
+@pytest.mark.slow
+def test_a_converted_model_trains_on_as_the_one_that_it_is_made_of(data, tmp_path):
+    """Losses of 100 steps minus those of the unconverted model on the same batches; the base has learned the words."""
+    shape = dict(n_layer=2, n_head=4, n_embd=64, n_ffn=128, seq_len=64)
+    step = dict(micro_batch=8, tokens_per_step=512, eval_every=0, save_every=0)
+    rows = run_training(data, tmp_path / "base", dtype="float32", max_steps=400, lr=3e-3, min_lr=3e-4, **shape, **step)
+    assert float(rows[-1]["loss"]) < 1.2 < 2 < float(rows[99]["loss"])
+
+    def losses(mode, factor=1):
+        rows = start(data, tmp_path / f"{mode} {factor}", tmp_path / "base", residual_mode=mode, route_lr_mult=factor,
+                     max_steps=100, lr=2e-4, min_lr=2e-4, warmup_steps=10, seed=5, **step)
+        return np.array([float(row["loss"]) for row in rows])
+    control = losses("standard")
+    for mode in (m for m, row in RESIDUAL_MODES.items() if row.exact_start and m != "standard"):
+        for factor in (1, 100) if mode == "mhar_delta" else (1,):  # at 100, attnres_block would be 0.04 above
+            assert (losses(mode, factor) - control).max() < 0.02, (mode, factor)
+            trained = train.load_checkpoint(tmp_path / f"{mode} {factor}/last.pt")
+            began = hub.make_residual(trained["cfg"]).state_dict()
+            assert any(not torch.equal(v, trained["model"][f"residual.{k}"]) for k, v in began.items()), mode
+    above = losses("delta_block", 100) - control
+    assert above[0] > 0.1 and (above[19:] < above[0] / 2).all() and (above[59:] < 0.03).all()
