@@ -110,7 +110,7 @@ class TrainConfig:
         require(0 < self.mfu <= 1, f"mfu={self.mfu}: must be above 0 and at most 1")
         for name in ("gpus", "gpu", "mfu"):
             require(self.estimate or getattr(self, name) == getattr(TrainConfig, name), f"{name}={getattr(self, name)} "
-                    "has no effect without estimate=true; processes are started with torchrun --standalone --nproc_per_node")
+                    "has no effect without estimate=true; start processes with torchrun --standalone --nproc_per_node")
         for name in ("beta1", "beta2"):
             require(0 <= getattr(self, name) < 1, f"{name}={getattr(self, name)}: must be in [0, 1)")
         require(self.dtype != "float16", "dtype=float16 is not supported: use bfloat16 or float32")
@@ -473,9 +473,11 @@ def launched():
 
 def check_launch():
     """Processes that were started together but know nothing of each other would each train a model of their own."""
-    for name in (n for n in LAUNCH if n != "MASTER_ADDR" and launched()):
-        if not re.fullmatch("[0-9]{1,9}", value := os.environ.get(name, "0")):
+    for name in (n for n in (*LAUNCH, "LOCAL_WORLD_SIZE") if n != "MASTER_ADDR" and launched()):
+        if not re.fullmatch("[0-9]{1,9}", value := os.environ.get(name, "1")):
             raise UserError(f"{name}={value}, which the launcher of this process has set, is no whole number")
+    if launched() and int(os.environ["RANK"]) >= int(os.environ["WORLD_SIZE"]):  # it would wait for days
+        raise UserError("RANK={RANK} is not below WORLD_SIZE={WORLD_SIZE}: ranks count from 0".format_map(os.environ))
     for name in () if launched() else SIZES:
         if os.environ.get(name, "1") not in ("", "0", "1"):
             missing = ", ".join(n for n in LAUNCH if n not in os.environ)
@@ -650,6 +652,7 @@ def load_checkpoint(path, mmap=False):
         with zipfile.ZipFile(path) as z:
             if z.testzip():
                 raise ValueError(f"{z.testzip()} in it does not match its checksum")
+            crc = zlib.crc32(repr([part.CRC for part in z.infolist()]).encode())
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
         for key, kind in dict(config=dict, data=dict, model=dict, step=int, tokens=int, best=float,
                               rng=torch.Tensor).items():
@@ -663,7 +666,7 @@ def load_checkpoint(path, mmap=False):
         if not all(v.isfinite().all() for v in content["model"].values()):
             raise ValueError("its weights are not finite")
         content["owed"] = content.get("owed") is True
-        return content
+        return content | {"crc": f"{crc:08x}"}
     except FileNotFoundError:
         raise UserError(f"{path} does not exist") from None
     except Exception as e:  # a damaged file can raise anything
@@ -700,9 +703,7 @@ def build_sharded(cfg, t, device, dtype):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor import Shard
-    world, local = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
-    if world % local:
-        raise UserError(f"parallel=fsdp needs as many processes on every machine: {world} do not divide by {local}")
+    world, local = dist.get_world_size(), processes_per_machine()
     if t.optimizer == "muon" and cfg.n_embd % local:
         raise UserError(f"optimizer=muon with parallel=fsdp: n_embd={cfg.n_embd} does not divide by {local} processes")
     shape, names = ((local,), ("shard",)) if world == local else ((world // local, local), ("replicate", "shard"))
@@ -715,6 +716,17 @@ def build_sharded(cfg, t, device, dtype):
         fully_shard(sublayer, mesh=mesh, mp_policy=policy, shard_placement_fn=columns)
     fully_shard(model, mesh=mesh)
     return fill(model, device, t.seed)
+
+
+def processes_per_machine():
+    """As the launcher says; a launch by hand need not say it, then the names of the machines are compared."""
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (os.environ.get("LOCAL_WORLD_SIZE"), platform.node()))
+    sizes = {int(size or 0) or sum(name == other for _, other in found) for size, name in found}
+    if len(sizes) > 1 or len(found) % min(sizes):
+        raise UserError(f"parallel=fsdp needs as many processes on every machine, not {' and '.join(map(str, sizes))} "
+                        f"of {len(found)}: start equally many, or use parallel=ddp")
+    return sizes.pop()
 
 
 @torch.no_grad()
@@ -806,9 +818,10 @@ def train(cfg, t):
         model = model.to(device, torch.float64 if dtype == torch.float64 else None)
     optimizer = make_optimizer(model, t, device)
     on_first_rank(lock_run_folder, t)
-    start, best, owed = resume(cfg, t, model, optimizer, about_data, say) if t.resume else (0, math.inf, True)
+    start, best, owed, crc = resume(cfg, t, model, optimizer, about_data, say) if t.resume else (0, math.inf, True, "")
     owed = val and owed and (start or t.eval_every)  # an evaluation behind step `start`; that of step 0 is the start
-    check_agreement(start_facts(cfg, t, dtype, start, about_data, val, model))
+    check_agreement(start_facts(cfg, t, dtype, start, about_data, val, model) | {
+        "the checksum of last.pt": crc, "the best val loss": best})  # all shards are saved when it falls
     if start < t.max_steps:
         on_first_rank(describe_run, cfg, t)
     notes = describe_conversion(cfg, t, model, base, val, data, device) if base and rank == 0 and not sharded else []
@@ -881,16 +894,20 @@ def train(cfg, t):
             if (due or val_loss is not None) and not finite():
                 raise UserError(f"step {done}: loss {loss}, gradient norm {norm}, but the update made weights that are "
                                 "not finite. The saved checkpoints are good. Lower --lr, or set --grad_clip")
+            error = ""
             if rank == 0:
                 try:
                     log.step(done, row, val_loss, signalled)
                 except UserError as e:
-                    if not sharded and finite():  # what was trained is worth more than the line about it
-                        try:
-                            keep("last.pt", done)
-                        except UserError as more:
-                            raise UserError(f"{e}; {more}") from None
-                    raise UserError(f"{e}; the model of step {done} is saved" if not sharded else str(e)) from None
+                    error = str(e)
+            if sum_over_ranks([float(error > "")], device)[0] if sharded else error:  # a save takes all shards
+                if finite():  # what was trained is worth more than the line about it
+                    try:
+                        keep("last.pt", done)
+                        error += f"; the model of step {done} is saved"
+                    except UserError as e:
+                        error += f"; {e}"
+                raise UserError(error if rank == 0 else "rank 0 cannot write its log")
             if val_loss is not None and val_loss < best and done:
                 best = val_loss
                 keep("best.pt", done)
@@ -913,8 +930,8 @@ def script(name):
 def again(t, world):
     """The command that goes on with a run."""
     launch = "python" if world == 1 else f"torchrun --standalone --nproc_per_node={world}"
-    if world > int(os.environ.get("LOCAL_WORLD_SIZE", world)):
-        launch = "(torchrun as before)"
+    if world > 1 and os.environ.get("LOCAL_WORLD_SIZE") != str(world):  # several machines, or a launch by hand
+        launch = "(launched as before)"
     return f"{launch} {script('train.py')} {shlex.quote(t.out_dir)} --resume"
 
 
@@ -962,10 +979,12 @@ def start_facts(cfg, t, dtype, start, about_data, val, model):
 
 
 def weights_checksum(model):
-    """Sum of the bit patterns: of integers, so that no order of summation matters. Shards have none."""
-    bits = sum(int(p.detach().view(torch.int32 if p.element_size() == 4 else torch.int64).sum(dtype=torch.int64))
-               for p in model.parameters() if not is_sharded(model))
-    return f"{bits % 2**64:016x}"
+    """Sum of the bit patterns: of integers, so that no order of summation matters; of shards over those of a model."""
+    own = [p.to_local() if is_sharded(model) else p.detach() for p in model.parameters()]
+    bits = sum(p.view(torch.int32 if p.element_size() == 4 else torch.int64).sum(dtype=torch.int64) for p in own)
+    if is_sharded(model):
+        dist.all_reduce(bits, group=next(model.parameters()).device_mesh.get_group("shard"))
+    return f"{bits.item() % 2**64:016x}"
 
 
 def on_first_rank(function, *args):
@@ -1159,11 +1178,11 @@ def describe_run(cfg, t):
 
 def resume(cfg, t, model, optimizer, about_data, say):
     """Load last.pt into model and optimizer; returns (steps done, best val loss, whether step's evaluation is still to
-    be made): (0, inf, True) if there is none yet."""
+    be made, checksum of the file): (0, inf, True, "") if there is none yet."""
     path = Path(t.out_dir) / "last.pt"
     if not os.path.lexists(path):
         say(f"nothing to resume in {t.out_dir}: starting fresh")
-        return 0, math.inf, True
+        return 0, math.inf, True, ""
     saved = load_checkpoint(path, mmap=is_sharded(model))
     if "optimizer" not in saved:
         raise UserError(f"{path} has no optimizer state, so the run cannot go on exactly: start another --out_dir")
@@ -1197,7 +1216,7 @@ def resume(cfg, t, model, optimizer, about_data, say):
     news = f"; changed: {', '.join(changed.values())}" if changed else ""
     rate = f"; next learning rate {t.lr_at(saved['step']):.1e}" if saved["step"] < t.max_steps else ""
     say(f"resuming {t.out_dir} after step {saved['step']}{news}{rate}")
-    return saved["step"], min(saved["best"], best_of(Path(t.out_dir) / "best.pt")), saved["owed"]
+    return saved["step"], min(saved["best"], best_of(Path(t.out_dir) / "best.pt")), saved["owed"], saved["crc"]
 
 
 def best_of(path):
@@ -1453,7 +1472,7 @@ def guard(name, function, *args):
             error = f"another process of this run has stopped, so this one stops too ({first_line(e)[:80]})"
         else:
             raise
-    rank = int(os.environ["RANK"]) if launched() else 0
+    rank = int(os.environ["RANK"]) if launched() and os.environ["RANK"].isdecimal() else 0
     if error:
         code = 1
         if rank:  # most errors are those of all ranks: the first says it, and torchrun ends the others

@@ -334,7 +334,7 @@ class Fuzz:
         optimizer = train.make_optimizer(model, t, torch.device("cpu"))
         rng = torch.get_rng_state()
         try:
-            step, best, _ = train.resume(cfg, t, model, optimizer, about, lambda line: None)
+            step, best, *_ = train.resume(cfg, t, model, optimizer, about, lambda line: None)
             idx = torch.from_numpy(data.rows(np.arange(2)))
             gradients(model, idx)
             optimizer.step()  # its state must be fit for use

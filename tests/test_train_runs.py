@@ -85,7 +85,8 @@ def test_a_launch_of_several_processes_is_complete_or_an_error(variables, compla
 @pytest.mark.parametrize("variables, complaint", [
     (dict(RANK="one"), "RANK=one, which the launcher of this process has set, is no whole number"),
     (dict(MASTER_PORT=""), "MASTER_PORT=, which"),
-    (dict(RANK="2"), "process 2 of 2 cannot meet the others at 127.0.0.1:0"),
+    (dict(RANK="2"), "RANK=2 is not below WORLD_SIZE=2"), (dict(LOCAL_WORLD_SIZE="x"), "LOCAL_WORLD_SIZE=x, which"),
+    (dict(RANK="1"), "process 1 of 2 cannot meet the others at 127.0.0.1:0"),
     (dict(MASTER_ADDR="nothere.invalid"), "process 0 of 2 cannot meet the others at nothere.invalid:0")])
 def test_a_launch_with_a_mistake_is_one_line(variables, complaint, monkeypatch):
     clear_launch(monkeypatch)
