@@ -143,7 +143,7 @@ def long_arms(study, arms):
 
 
 def wanted(study, arms, rows):
-    """Cells that are not done, the most useful first. By group the trials, then the budgets seed by seed; when the arms
+    """Cells that are not done, the most useful first. By group the trials, then each budget seed by seed; when the arms
     with all seeds are done, the longest budget for `standard` and the two best of them. A cell waits for the trials of
     its arm and for the shorter budgets of its trunk."""
     out, long = [], long_arms(study, arms)
@@ -155,8 +155,9 @@ def wanted(study, arms, rows):
                 rate = trial(arm, done, configure(arm.keys)[1].lr)
                 out.append(Cell(name, study.tuning_seed, study.steps[0], *rate))
         rates = {n: tuned(study, arms, rows, n) for n in mine}
-        out += [Cell(n, seed, steps, *rates[n]) for seed in range(1, max(a.seeds for a in mine.values()) + 1)
-                for steps in study.steps for n, a in mine.items() if seed <= a.seeds and rates[n]]
+        out += [Cell(n, seed, steps, *rates[n]) for steps in study.steps
+                for seed in range(1, max(a.seeds for a in mine.values()) + 1)
+                for n, a in mine.items() if seed <= a.seeds and rates[n]]
         if long and group == max(arms[n].group for n in long) and all(c in rows for c in out):
             at_main = {n: losses(finished(study, arms, rows, n, study.steps[-1])).values() for n in long}
             best = sorted(long, key=lambda n: statistics.mean(at_main[n]))[:2]

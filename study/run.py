@@ -31,8 +31,8 @@ from prepare_fineweb import Parser, UserError, lock_folder
 from study import stats
 from study.bench import Clock, kept_bytes
 from study.cell import configure, machine, split_losses
-from study.plan import COLUMNS, left_to_train, read_config, read_rows, trials, wanted, write_rows
-from study.table import compare, markdown, text_table
+from study.plan import COLUMNS, left_to_train, read_config, read_rows, wanted, write_rows
+from study.table import compare, markdown, so_far, text_table
 from train import autocast, choose_device, choose_dtype, guard, launched, open_data, prepare_data
 
 
@@ -265,8 +265,7 @@ def run(args):
     if args.minutes and not args.test:
         failed = train_all(args, study, arms, rows, data)
     results = compare(study, arms, rows)
-    tried = {n: len(trials(study, rows, n)) for n in arms if n not in results}
-    missing = {n: f"not run, {k} of {study.trials} trials" if k else "not run" for n, k in tried.items()}
+    missing = {n: so_far(study, arms, rows, n) for n in arms if n not in results}
     print(text_table(study, results, missing))
     if not study.trials:
         print(f"Nothing was tuned: all arms have lr {configure(arms['standard'].keys)[1].lr:g}.")

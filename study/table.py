@@ -47,6 +47,19 @@ def compare(study, arms, rows):
     return {name: out[name] for name in sorted(out, key=lambda name: (name != "standard", at[name]))}
 
 
+def so_far(study, arms, rows, name):
+    """What there is of an arm that has no run of the main budget yet, in at most 75 columns."""
+    for steps in reversed(study.steps[:-1]):
+        mine, base = (finished(study, arms, rows, n, steps) for n in (name, arms[name].base))
+        if mine:
+            d = stats.paired(losses(mine), losses(base)) if name != arms[name].base else None
+            text = f"{steps:,} steps: {statistics.mean(losses(mine).values()):.4f}"
+            text += f", {d.mean:+.3f} ({interval(d)}), won {d.won}/{d.n}" if d else ""
+            return f"{text}; {study.steps[-1]:,}: not run"
+    done = len(trials(study, rows, name))
+    return f"not run, {done} of {study.trials} trials" if done else "not run"
+
+
 def interval(d, digits=3):
     low, high = d.interval()
     return f"{low:+.{digits}f} to {high:+.{digits}f}" if d.n > 1 else "one pair"

@@ -244,6 +244,7 @@ def test_every_arm_gets_as_many_trials_and_every_run_comes_once(small):
         assert {m for _, m in tried["rd"]} == ({1, 4, 16} if slope == 0 else {1, 4}) and {
             m for _, m in tried["standard"]} == {1}
         runs = [c for c in order if c.seed != 101]
+        assert [c.steps for c in runs] == sorted(c.steps for c in runs)  # a cheap answer comes first
         assert len(runs) == 4 * 2 * 2 + 3 and {c.arm for c in runs[-3:]} == {"standard", "attnres_block", "rd"}
         assert all(c.steps == 20 for c in runs[-3:]) and len({c.lr for c in runs if c.arm == "rd"}) == 1
         assert not plan.left_to_train(study, arms, rows)
@@ -252,7 +253,7 @@ def test_every_arm_gets_as_many_trials_and_every_run_comes_once(small):
 def test_verdicts_follow_from_the_rows(small):
     """Known effects are put into the rows: each arm is compared with its own base, controls do not count in Holm's."""
     path, write = small
-    write('long_steps = 40\nlong_seeds = 2\nseeds = 4\npapers = "+old"\nstatic = "mhar"', **{
+    write('long_steps = 40\nlong_seeds = 3\nseeds = 4\npapers = "+old"\nstatic = "mhar"', **{
         "seeds = 2\n": "", "[arm.attnres_block]": "[arm.attnres_block]\n[arm.rd]\n[arm.mhar]" + "".join(
             f'\n[arm."{n}+old"]\nresidual_mode = "{n}"\ninit = "gpt2"\nbase = "{base}"'
             for n, base in (("standard", "standard"), ("attnres_block", "standard+old")))})
@@ -276,6 +277,11 @@ def test_verdicts_follow_from_the_rows(small):
     corrected = stats.holm({n: single[n] for n in ("attnres_block", "rd", "mhar")})
     assert {n: results[n]["p"] for n in single} == single | corrected and corrected["rd"] > single["rd"]
     assert results["attnres_block"]["gain"] == pytest.approx(math.exp(0.03 / 0.5), abs=0.01)
+    early = {c: r for c, r in rows.items() if c.steps == 5}
+    d = stats.paired(*(plan.losses(plan.finished(study, arms, early, n, 5)) for n in ("rd", "standard")))
+    shown = table.so_far(study, arms, early, "rd")
+    assert f" {d.mean:+.3f} ({table.interval(d)}), won 4/4; 10: not run" in shown and len(shown) <= 75
+    assert table.compare(study, arms, early) == {} and table.so_far(study, arms, {}, "rd") == "not run"
     claim = dict(text="x", paper="y", nat=-0.01, arm="attnres_block", base="rd")
     shown = table.markdown(study, results, {"hc": "not run"}, [claim], {})
     assert re.search(r"same sign, (0.9|1.0|1.1) × \| gain \|", shown) and "| `hc` | not run |" in shown
