@@ -18,6 +18,8 @@ import random
 import re
 import shutil
 import zlib
+from collections import ChainMap
+from collections.abc import Mapping
 from dataclasses import asdict
 from difflib import get_close_matches
 from pathlib import Path
@@ -27,7 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from model import GPT, RESIDUAL_MODES, GPTConfig, all_knobs
+from model import GPT, RESIDUAL_MODES, AttnRes, Delta, GPTConfig, all_knobs
 from prepare_fineweb import END_OF_TEXT, PATTERNS, Tokenizer, Unreachable, UserError, first_line, patiently
 
 FAMILIES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
@@ -156,43 +158,59 @@ def tensor_files(folder):
         raise UserError(f"{folder}: its safetensors cannot be read ({first_line(e)[:150]})") from None
 
 
-def load(name):
-    """A Hugging Face folder or Hub id -> what train.load_checkpoint returns, with fp32 weights under our names.
+class Tensors(Mapping):
+    """The weights of a folder under our names, {name: fp32 tensor}: each is read when it is asked for, and not kept."""
 
-    One tensor is read at a time into its place, so that the peak of memory is that of the fp32 model.
-    """
+    def __init__(self, folder, cfg, own):
+        with torch.device("meta"):
+            self.shapes = {n: p.shape for n, p in GPT(cfg).named_parameters()}
+        self.folder, self.files = folder, tensor_files(folder)
+        self.parts = {n: [(n, s[0])] for n, s in self.shapes.items()} if own else dict(layout(cfg))
+        used = {theirs for parts in self.parts.values() for theirs, _ in parts}
+        if lacking := used - self.files.keys():
+            raise UserError(f"{folder} lacks the tensor {listed(lacking)}")
+        unused = {n for n in self.files.keys() - used if not n.endswith("rotary_emb.inv_freq")  # of old Llama folders
+                  and not (n == "lm_head.weight" and cfg.tie_embeddings)}
+        if unused:
+            raise UserError(f"{folder} has tensors that this model has no place for: {listed(unused)}")
+
+    def __getitem__(self, name):
+        out, row = torch.empty(self.shapes[name]), 0
+        for theirs, rows in self.parts[name]:
+            with need("safetensors").safe_open(self.files[theirs], "pt") as f:  # anew: a map's pages count as memory
+                piece = f.get_tensor(theirs)
+            if piece.shape != (rows, *out.shape[1:]) or not piece.is_floating_point():
+                raise UserError(f"{self.folder}: {theirs} is {str(piece.dtype)[6:]} {list(piece.shape)}, but "
+                                f"config.json asks for {[rows, *out.shape[1:]]}")
+            out[row:row + rows] = piece
+            row += rows
+        if not out.isfinite().all():
+            raise UserError(f"{self.folder}: the weights of {self.parts[name][0][0]} are not finite")
+        return out
+
+    def __iter__(self):
+        return iter(self.parts)
+
+    def __len__(self):
+        return len(self.parts)
+
+
+def listed(names):
+    names = sorted(names)
+    return ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
+
+
+def load(name):
+    """A Hugging Face folder or Hub id -> what train.load_checkpoint returns, with weights that are read one by one."""
     folder = locate(name)
     cfg = read_config(folder)
-    files, weights, used = tensor_files(folder), {}, set()
-    with torch.device("meta"):
-        shapes = {n: p.shape for n, p in GPT(cfg).named_parameters()}
     own = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"] == "nanodepth"
-    for ours, parts in [(n, [(n, s[0])]) for n, s in shapes.items()] if own else layout(cfg):
-        weights[ours], row = torch.empty(shapes[ours]), 0
-        for theirs, rows in parts:
-            if theirs not in files:
-                raise UserError(f"{folder} lacks the tensor {theirs}")
-            with need("safetensors").safe_open(files[theirs], "pt") as f:  # opened anew: a map's pages count as memory
-                piece = f.get_tensor(theirs)
-            if piece.shape != (rows, *shapes[ours][1:]) or not piece.is_floating_point():
-                raise UserError(f"{folder}: {theirs} is {str(piece.dtype)[6:]} {list(piece.shape)}, but config.json "
-                                f"asks for {[rows, *shapes[ours][1:]]}")
-            weights[ours][row:row + rows] = piece
-            row += rows
-            used.add(theirs)
-        if not weights[ours].isfinite().all():
-            raise UserError(f"{folder}: the weights of {parts[0][0]} are not finite")
-    unused = [n for n in files if n not in used and not n.endswith("rotary_emb.inv_freq")  # of old Llama folders
-              and not (n == "lm_head.weight" and cfg.tie_embeddings)]
-    if unused:
-        raise UserError(f"{folder} has tensors that this model has no place for: {', '.join(unused[:3])}"
-                        f"{f' and {len(unused) - 3} more' if len(unused) > 3 else ''}")
     try:
         tokenizer = tokenizer_name(folder / "tokenizer.json")
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # none, or none that can be read
         tokenizer = ""
-    return dict(cfg=cfg, config=asdict(cfg), data=dict(tokenizer=tokenizer), model=weights, step=0, tokens=0,
-                best=math.inf, folder=str(folder))
+    return dict(cfg=cfg, config=asdict(cfg), data=dict(tokenizer=tokenizer), model=Tensors(folder, cfg, own), step=0,
+                tokens=0, best=math.inf, folder=str(folder))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -276,15 +294,14 @@ def make_residual(cfg):
 
 
 def convert(cfg, saved, name):
-    """(state dict of GPT(cfg) made of a checkpoint's tensors, the residual that the checkpoint has).
+    """({name: tensor} of GPT(cfg), made of a checkpoint's tensors without reading them; the residual that they have).
 
     `standard` becomes any mode, with the start values of that mode; any mode goes on as itself; attnres_block becomes
     rd with its queries in both routes, which changes nothing.
     """
     old, prefix = saved["cfg"], "residual."
     base, new = make_residual(old), make_residual(cfg)
-    weights = {k: v for k, v in saved["model"].items() if not k.startswith(prefix)}
-    theirs = {k.removeprefix(prefix): v for k, v in saved["model"].items() if k.startswith(prefix)}
+    theirs = {k.removeprefix(prefix): saved["model"][k] for k in saved["model"] if k.startswith(prefix)}
     try:
         base.load_state_dict(theirs)
     except RuntimeError as e:
@@ -299,7 +316,7 @@ def convert(cfg, saved, name):
     elif old.residual_mode != "standard":
         raise UserError(f"{name} is {old.residual_mode} and cannot become {cfg.residual_mode} with these settings: "
                         "only a standard model is converted, another goes on with its own mode and settings")
-    return weights | {prefix + k: v for k, v in new.state_dict().items()}, base
+    return ChainMap({prefix + k: v for k, v in new.state_dict().items()}, saved["model"]), base
 
 
 @torch.no_grad()
@@ -323,6 +340,21 @@ def step_zero(model, base, rows):
         most = max(most, (logits[1] - logits[0]).abs().max().item())
     before, after = (nll / (rows.shape[1] - 1)).tolist()
     return after, after - before, most
+
+
+def describe_conversion(cfg, t, model, base, split, rows):
+    """Lines that say how far the model is from the one that it was made of, before any training; rows: of step_zero."""
+    mode = RESIDUAL_MODES[cfg.residual_mode]
+    loss, change, most = step_zero(model, base, rows)
+    lines = [f"start: {t.init_from}; on {cfg.seq_len} tokens of {split}, in {str(model.gain.dtype)[6:]}: loss "
+             f"{loss:.4f}; {cfg.residual_mode} changed it by {change:+.1e} and a logit by at most {most:.1e}"]
+    if not mode.exact_start and change:
+        lines.append(f"warning: {cfg.residual_mode} does not start as the model that it is made of; mhar_delta "
+                     "--route_heads=1 reads the same sources and changes nothing at the start")
+    if t.route_lr_mult > 10 and issubclass(mode.cls, AttnRes) and not issubclass(mode.cls, Delta):
+        lines.append(f"note: route_lr_mult={t.route_lr_mult:g} is a recipe for the delta modes; {cfg.residual_mode} "
+                     "replaces the stream, and above 10 a pretrained model has been lost within 16 steps: try 1")
+    return lines
 
 
 # ---------------------------------------------------------------------------------------------------------------------

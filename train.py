@@ -51,7 +51,7 @@ import torch.distributed as dist
 
 import hub
 import prepare_fineweb
-from model import GPT, RESIDUAL_MODES, AttnRes, Delta, GPTConfig, at_least_fp32, require, require_choice
+from model import GPT, RESIDUAL_MODES, GPTConfig, at_least_fp32, require, require_choice
 from prepare_fineweb import UserError, check_shards, file_crc, first_line, lock_folder, read_header, read_meta
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ def take_shape(values, last):
     if hub.is_model(source):
         old = hub.read_config(hub.locate(source))
     else:
-        old = load_checkpoint(find_checkpoint(source))["cfg"]
+        old = load_checkpoint(find_checkpoint(source), mmap=True)["cfg"]
     for key in hub.SHAPE:
         if key in values and values[key] != getattr(old, key) and (values[key] or type(SCHEMA[key].default) is not int):
             raise UserError(f"{key}={values[key]} contradicts {source}, which has {getattr(old, key)}: leave {key} out")
@@ -625,11 +625,11 @@ def size_of(content):
     return sum(map(size_of, parts))
 
 
-def load_source(name):
+def load_source(name, mmap=False):
     """(what load_checkpoint returns, its path) of a run, a Hugging Face folder or a Hub id."""
     if hub.is_model(name):
         return hub.load(name), Path(name)
-    return load_checkpoint(path := find_checkpoint(name)), path
+    return load_checkpoint(path := find_checkpoint(name), mmap), path
 
 
 def find_checkpoint(name):
@@ -688,13 +688,13 @@ def build(cfg, device="cpu"):
 def build_from(content, path):
     """GPT(content["cfg"]) on the host around the tensors of a checkpoint: nothing is drawn and nothing copied."""
     model = build(content["cfg"], "meta")
-    load_weights(model, content, path, assign=True)
+    load_weights(model, content["model"], path, assign=True)
     return model
 
 
 def build_sharded(cfg, t, device, dtype):
-    """GPT(cfg) in shards over all processes, with the weights that one process would have. A process never holds more
-    than its shards and one whole parameter.
+    """GPT(cfg) in shards over all processes, without content. With `fill` a process never holds more than its shards
+    and one whole parameter.
 
     A unit of FSDP2 is a sublayer, whole only while it runs. All else (embedding, head, gain, residual) is the root's:
     whole and in full precision throughout a step, for the residual's parameters are read outside of any module. Shards
@@ -715,7 +715,7 @@ def build_sharded(cfg, t, device, dtype):
     for sublayer in model.sublayers:
         fully_shard(sublayer, mesh=mesh, mp_policy=policy, shard_placement_fn=columns)
     fully_shard(model, mesh=mesh)
-    return fill(model, device, t.seed)
+    return model
 
 
 def processes_per_machine():
@@ -730,10 +730,14 @@ def processes_per_machine():
 
 
 @torch.no_grad()
-def fill(model, device, seed):
-    """A model without content gets its memory on `device`, and the start weights of GPT.init_weights. They are drawn on
-    the host, so that a seed gives the same ones on every device, and one parameter at a time."""
+def fill(model, device, seed, weights=None, path=""):
+    """A model without content gets its memory on `device` and, one parameter at a time, `weights` (read from path) or
+    those of GPT.init_weights. They are drawn on the host, so that a seed gives the same ones on every device."""
     model.to_empty(device=device)
+    if weights is not None:
+        torch.manual_seed(seed)
+        load_weights(model, weights, path)
+        return model
     residual = type(model.residual)(model.cfg)
     torch.manual_seed(seed)
     residual.init_weights()
@@ -743,6 +747,20 @@ def fill(model, device, seed):
             model.init_parameter(name, value := torch.empty(p.shape))
         p.copy_(like(start.get(name, value).to(p.dtype), p))
     return model
+
+
+def whole_by_sublayer(model):
+    """A twin of a sharded model, for a forward pass in the precision in which weights are kept. Its sublayers have
+    their parameters only while they run; all else is whole, as in training."""
+    twin = build(model.cfg, "meta")
+
+    def take(module, shards):
+        module.load_state_dict({k: v.full_tensor() for k, v in shards.items()}, strict=False, assign=True)
+    take(twin, {k: v for k, v in model.state_dict().items() if not k.startswith("sublayers.")})
+    for sublayer, source in zip(twin.sublayers, model.sublayers):
+        sublayer.register_forward_pre_hook(lambda me, _, source=source: take(me, source.state_dict()))
+        sublayer.register_forward_hook(lambda me, *_: me.to("meta") and None)
+    return twin
 
 
 def is_sharded(model):
@@ -767,10 +785,19 @@ def gathered(tree):
     return whole.cpu() if dist.get_rank() == 0 else None
 
 
-def load_weights(model, content, path, assign=False):
-    own = dict(model.named_parameters()) if is_sharded(model) else {}
+@torch.no_grad()
+def load_weights(model, weights, path, assign=False):
+    """Tensors {name: tensor} become the parameters (assign), or are copied into them, each read when its turn comes."""
+    own = dict(model.named_parameters())
     try:
-        model.load_state_dict({k: like(v, own.get(k)) for k, v in content["model"].items()}, assign=assign)
+        if own.keys() != weights.keys():
+            raise RuntimeError(f"only one of them has {', '.join(sorted(own.keys() ^ weights.keys()))}")
+        if assign:
+            model.load_state_dict(dict(weights), assign=True)
+        for name, p in own.items() if not assign else ():
+            if (value := weights[name]).shape != p.shape:
+                raise RuntimeError(f"size mismatch for {name}: {list(value.shape)} and {list(p.shape)}")
+            p.copy_(like(value, p))
     except (RuntimeError, AttributeError) as e:
         raise UserError(f"{path} does not fit the model: {' '.join(str(e).split())[:300]}") from None
 
@@ -802,20 +829,15 @@ def train(cfg, t):
     on_first_rank(prepare_data, t)
     cfg, data, val, about_data = open_data(cfg, t)
 
-    base, sharded = None, t.parallel == "fsdp" and world > 1  # base: the residual that the weights come with
+    weights = base = None  # what the run starts from, and the residual that it has
     if t.init_from and not (t.resume and os.path.lexists(Path(t.out_dir) / "last.pt")):
-        model, base = convert(cfg, t, about_data)
-        torch.manual_seed(t.seed)
-        if sharded:
-            whole, model = model, build_sharded(cfg, t, device, dtype)
-            load_weights(model, {"model": whole.state_dict()}, t.init_from)
-            del whole
-    elif sharded:
+        weights, base = convert(cfg, t, about_data)
+    sharded = t.parallel == "fsdp" and world > 1
+    if sharded:
         model = build_sharded(cfg, t, device, dtype)
     else:
-        model = fill(build(cfg, "meta").to(torch.float64 if dtype == torch.float64 else None), device, t.seed)
-    if not sharded:
-        model = model.to(device, torch.float64 if dtype == torch.float64 else None)
+        model = build(cfg, "meta").to(torch.float64 if dtype == torch.float64 else None)
+    model = fill(model, device, t.seed, weights, t.init_from)
     optimizer = make_optimizer(model, t, device)
     on_first_rank(lock_run_folder, t)
     start, best, owed, crc = resume(cfg, t, model, optimizer, about_data, say) if t.resume else (0, math.inf, True, "")
@@ -824,7 +846,11 @@ def train(cfg, t):
         "the checksum of last.pt": crc, "the best val loss": best})  # all shards are saved when it falls
     if start < t.max_steps:
         on_first_rank(describe_run, cfg, t)
-    notes = describe_conversion(cfg, t, model, base, val, data, device) if base and rank == 0 and not sharded else []
+    notes = []
+    if base and (sharded or rank == 0):
+        rows = torch.from_numpy((val or data).rows([0])).to(device)
+        notes = hub.describe_conversion(cfg, t, whole_by_sublayer(model) if sharded else model, base,
+                                        "val" if val else "train", rows)
     compiled = compile_model(model, t.compile, device, say)
     introduce(cfg, t, model, data, world, accumulate, say)
     say(f"device: {device} ({why_device}); dtype: {str(dtype)[6:]} ({why_dtype}); compile: {compiled}")
@@ -1079,29 +1105,13 @@ def muon_groups(model, group):
 
 
 def convert(cfg, t, about_data):
-    """(GPT(cfg) with the weights that init_from names, the residual that they come with)."""
-    saved, path = load_source(t.init_from)
+    """({name: tensor} of GPT(cfg) made of what init_from names, the residual that they come with)."""
+    saved, _ = load_source(t.init_from, mmap=True)
     trained, here = saved["data"].get("tokenizer"), about_data["tokenizer"]
     if trained and here and trained != here:
         raise UserError(f"{t.data_dir} is of the tokenizer {here}, but {t.init_from} was trained on {trained}: prepare "
                         "the data with that one")
-    saved["model"], base = hub.convert(cfg, saved, t.init_from)
-    return build_from(saved | {"cfg": cfg}, path), base
-
-
-def describe_conversion(cfg, t, model, base, val, data, device):
-    """Lines that say how far the model is from the one that it was made of, before any training."""
-    split, mode = ("val", val) if val else ("train", data), RESIDUAL_MODES[cfg.residual_mode]
-    loss, change, most = hub.step_zero(model, base, torch.from_numpy(split[1].rows([0])).to(device))
-    lines = [f"start: {t.init_from}; on {cfg.seq_len} tokens of {split[0]}, in {str(model.gain.dtype)[6:]}: loss "
-             f"{loss:.4f}; {cfg.residual_mode} changed it by {change:+.1e} and a logit by at most {most:.1e}"]
-    if not mode.exact_start and change:
-        lines.append(f"warning: {cfg.residual_mode} does not start as the model that it is made of; mhar_delta "
-                     "--route_heads=1 reads the same sources and changes nothing at the start")
-    if t.route_lr_mult > 10 and issubclass(mode.cls, AttnRes) and not issubclass(mode.cls, Delta):
-        lines.append(f"note: route_lr_mult={t.route_lr_mult:g} is a recipe for the delta modes; {cfg.residual_mode} "
-                     "replaces the stream, and above 10 a pretrained model has been lost within 16 steps: try 1")
-    return lines
+    return hub.convert(cfg, saved, t.init_from)
 
 
 def make_optimizer(model, t, device):
@@ -1195,7 +1205,7 @@ def resume(cfg, t, model, optimizer, about_data, say):
         raise UserError(f"{path} is of another run ({other}): put the old values back, or choose another --out_dir")
     if saved["data"] != about_data:
         raise UserError(f"the data in {t.data_dir} is not what {path} was trained on: choose another --out_dir")
-    load_weights(model, saved, path)
+    load_weights(model, saved["model"], path)
     options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     try:
         for group, own, option in zip(saved["optimizer"]["param_groups"], optimizer.param_groups, options):

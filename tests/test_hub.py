@@ -212,7 +212,7 @@ def test_what_cannot_be_expressed_is_refused_in_one_line(case, tmp_path):
         touch(t)
         safetensors.save_file(t, file)
     with pytest.raises(UserError, match=message) as e:
-        hub.load(tmp_path / "hf")
+        dict(hub.load(tmp_path / "hf")["model"])
     assert "\n" not in str(e.value)
 
 
@@ -278,10 +278,13 @@ BYTES = dict(vocab_size=257, seq_len=32, n_layer=2)  # fits the fixture's data
 GIVEN = "n_layer", "n_head", "n_embd", "n_ffn", "seq_len"  # what helpers.flags gives and a checkpoint knows
 
 
+def without_shape(words, wanted=()):
+    return [word for word in words if (key := word[2:].partition("=")[0]) not in GIVEN or key in wanted]
+
+
 def start(data, out, source, **settings):
     """A run from a checkpoint, whose shape is not given; returns its log."""
-    cfg, t = train.load_config([f for f in flags(data, out, init_from=source, dtype="float32", **settings)
-                                if f[2:].partition("=")[0] not in GIVEN or f[2:].partition("=")[0] in settings])
+    cfg, t = train.load_config(without_shape(flags(data, out, init_from=source, dtype="float32", **settings), settings))
     train.train(cfg, t)
     return read_log(out)
 
@@ -429,6 +432,48 @@ def test_a_run_from_a_folder_resumes_bit_equal_when_the_folder_is_gone(data, tmp
     shutil.rmtree(tmp_path / "hf")
     start(data, tmp_path / "cut", tmp_path / "hf", max_steps=6, resume="true", **constant)
     assert same_weights(tmp_path / "whole/last.pt", tmp_path / "cut/last.pt")
+
+
+DRIVER = """
+import json, shutil, sys, train
+save, runs = train.save_checkpoint, json.loads(sys.argv[1])
+def saving(folder, name, content):
+    save(folder, name, content)
+    if content["step"] == 0:
+        shutil.copy(f"{folder}/{name}", f"{folder}/start.pt")
+train.save_checkpoint = saving
+train.guard("driver", lambda: [train.train(*train.load_config(argv)) for argv in runs])
+"""
+
+
+@pytest.mark.slow
+def test_the_start_is_that_of_one_process_on_every_engine(data, tmp_path):
+    """Weights to the bit, and the line about the conversion; a resumed run of shards does not need the folder."""
+    (tmp_path / "driver.py").write_text(DRIVER, encoding="utf-8")
+    cases = {"tied": dict(residual_mode="delta_block", depth_block=1),
+             "untied": dict(residual_mode="rd", depth_block=1, dtype="bfloat16")}
+    for name in cases:
+        own(tmp_path / name, tie_embeddings=name == "tied", **BYTES)
+
+    def run(engine, processes, **more):
+        runs = [without_shape(flags(data, tmp_path / f"{engine} {name}", **dict(
+            init_from=tmp_path / name, dtype="float32", max_steps=4, eval_every=0, save_every=0) | case | more))
+            for name, case in cases.items()]
+        said = run_script(tmp_path / "driver.py", json.dumps(runs), processes=processes).stdout
+        return [line for line in said.splitlines() if line.startswith(("start: ", "warning: "))]
+    found = {engine: run(engine, n, parallel=engine if n == 2 else "ddp")
+             for engine, n in (("one", 1), ("ddp", 2), ("fsdp", 2))}
+    assert found["one"] == found["ddp"] == found["fsdp"] and len(found["one"]) == 3  # delta_block has a warning
+    for name in cases:
+        base, saved = hub.load(tmp_path / name)["model"], [f"{tmp_path}/{engine} {name}/start.pt" for engine in found]
+        started = torch.load(saved[0], weights_only=True)["model"]
+        assert started.keys() > base.keys() and all(torch.equal(started[k], base[k]) for k in base)
+        assert same_weights(saved[0], saved[1]) and same_weights(saved[0], saved[2])
+    run("cut", 2, parallel="fsdp", stop_after=2)
+    for name in cases:
+        shutil.rmtree(tmp_path / name)
+    assert run("cut", 2, parallel="fsdp", resume="true") == []
+    assert all(same_weights(tmp_path / f"cut {name}/last.pt", tmp_path / f"fsdp {name}/last.pt") for name in cases)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -652,6 +697,24 @@ model = train.build_from(hub.load({str(tmp_path / "hf")!r}), "hf")
 print((peak() - before) / sum(4 * p.numel() for p in model.parameters()))"""
     result = run_script("-c", code, fresh=True, PYTHONPATH=str(HERE))
     assert 0.9 < float(result.stdout) < 1.1, result.stderr
+
+
+@pytest.mark.slow
+def test_an_import_into_shards_never_holds_the_whole_model(data, tmp_path):
+    own(tmp_path / "hf", n_kv_head=0, vocab_size=16384, n_layer=24, n_head=8, n_embd=512, head_dim=64, n_ffn=1536)
+    own(tmp_path / "small")
+    (tmp_path / "driver.py").write_text("""
+import re, sys, torch, hub, train
+peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+train.start_processes(cpu := torch.device("cpu"))
+for name in sys.argv[1:]:  # the first brings in all code
+    before, (cfg, t) = peak(), train.load_config([f"--init_from={name}", "--parallel=fsdp", "--residual_mode=rd"])
+    weights, _ = train.convert(cfg, t, dict(tokenizer=""))
+    model = train.fill(train.build_sharded(cfg, t, cpu, torch.float32), cpu, 1, weights, name)
+print((peak() - before) / sum(4 * p.numel() for p in model.parameters()), flush=True)
+train.os._exit(0)""", encoding="utf-8")
+    said = run_script(tmp_path / "driver.py", tmp_path / "small", tmp_path / "hf", processes=2).stdout.split()
+    assert len(said) == 2 and all(0.45 < float(part) < 0.65 for part in said)
 
 
 @pytest.fixture(scope="session")

@@ -218,7 +218,8 @@ cfg, t = train.load_config(failing)
 train.start_processes(train.torch.device("cpu"))
 cfg = train.open_data(cfg, t)[0]
 for kind in "float32", "float64":
-    model = train.build_sharded(cfg, t, train.torch.device("cpu"), getattr(train.torch, kind))
+    cpu, dtype = train.torch.device("cpu"), getattr(train.torch, kind)
+    model = train.fill(train.build_sharded(cfg, t, cpu, dtype), cpu, t.seed)
     found[kind] = train.weights_checksum(model)
 
 
