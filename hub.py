@@ -2,7 +2,7 @@
 
     saved = load("Qwen/Qwen3-0.6B")      a folder or Hub id -> what train.load_checkpoint returns
     export(saved, "folder")              a checkpoint -> a folder that transformers loads
-    weights, base = convert(cfg, saved)  the same tensors under another residual
+    convert(cfg, saved, name)            its tensors under another residual, and the residual that they had
     step_zero(model, base, rows)         what that conversion changes, before any training
     run_tasks(...), compare(a, b)        benchmarks of EleutherAI's lm-eval, and two models in pairs
     read_tokenizer("tokenizer.json")     a Hugging Face tokenizer -> what prepare_fineweb.py encodes with
@@ -294,7 +294,7 @@ def make_residual(cfg):
 
 
 def convert(cfg, saved, name):
-    """({name: tensor} of GPT(cfg), made of a checkpoint's tensors without reading them; the residual that they have).
+    """({name: tensor} of GPT(cfg), of a checkpoint's tensors, only the residual's being read; the residual they have).
 
     `standard` becomes any mode, with the start values of that mode; any mode goes on as itself; attnres_block becomes
     rd with its queries in both routes, which changes nothing.
