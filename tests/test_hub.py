@@ -371,6 +371,19 @@ def test_own_runs_go_on_as_another_mode_or_as_themselves(data, tmp_path, capsys)
         start(data, tmp_path / "c", tmp_path / "rd")
 
 
+def test_weights_that_do_not_fit_their_configuration_end_in_one_line(data, tmp_path):
+    run_training(data, tmp_path / "base", dtype="float32", max_steps=1, eval_every=0)
+    content = torch.load(tmp_path / "base/last.pt", weights_only=True)
+    for change, message in (({"gain": torch.ones(1)}, "size mismatch for gain: .*1.* and .*32.*"),
+                            ({"more.gain": torch.ones(1)}, "only one of them has more.gain")):
+        torch.save(content | dict(model=content["model"] | change), tmp_path / "odd.pt")
+        with pytest.raises(UserError, match=f"does not fit the model: {message}") as e:
+            start(data, tmp_path / "a", tmp_path / "odd.pt", residual_mode="rd", max_steps=1)
+        assert "\n" not in str(e.value)
+        with pytest.raises(UserError, match="does not fit the model: "):
+            train.build_from(*train.load_source(tmp_path / "odd.pt"))
+
+
 EXACT = {m: 0.0 if m in ("standard", "hc", "mhar_delta") else 2e-5 for m in RESIDUAL_MODES}
 
 
