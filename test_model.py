@@ -1027,10 +1027,13 @@ LAYOUTS = {
     "expanded": lambda y: y.mean((0, 1), keepdim=True).expand_as(y)}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("ops, name", [(kernels.Torch, name) for name in ("attnres", "rd", "delta_block", "dar_block")]
-                         + [pytest.param(kernels.Triton, name, marks=[] if name == "delta_block" else pytest.mark.slow)
-                            for name in FUSED])
+TIERS = {name: [pytest.mark.slow if name in ("stepped", "expanded") else pytest.mark.long] for name in LAYOUTS}
+
+
+@pytest.mark.parametrize("ops, name, layout", [
+    pytest.param(ops, name, layout, marks=TIERS[layout] if ops is kernels.Triton and name != "delta_block" else [])
+    for ops, names in ((kernels.Torch, ("attnres", "rd", "delta_block", "dar_block")), (kernels.Triton, FUSED))
+    for name in names for layout in LAYOUTS])
 def test_sources_and_gradients_may_have_any_layout(ops, name, layout, poisoned):
     """A sublayer may end in chunk(), a transposition or an expansion; so may the gradient of what a site reads."""
     mode, knobs = FUSED[name]
