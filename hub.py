@@ -35,7 +35,7 @@ from prepare_fineweb import END_OF_TEXT, PATTERNS, Tokenizer, Unreachable, UserE
 FAMILIES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
 # The names that decide the shape of a model, apart from seq_len and the residual's knobs
 SHAPE = ("vocab_size", "n_layer", "n_head", "n_kv_head", "head_dim", "n_embd", "n_ffn", "rope_theta", "rope_scale",
-         "norm_eps", "qk_norm", "tie_embeddings")
+         "norm_eps", "qk_norm", "tie_embeddings", "n_expert", "n_expert_active")
 LLAMA3 = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)  # those of model.rotary
 
 
@@ -163,7 +163,7 @@ class Tensors(Mapping):
 
     def __init__(self, folder, cfg, own):
         with torch.device("meta"):
-            self.shapes = {n: p.shape for n, p in GPT(cfg).named_parameters()}
+            self.shapes = {n: p.shape for n, p in GPT(cfg).state_dict().items()}
         self.folder, self.files = folder, tensor_files(folder)
         self.parts = {n: [(n, s[0])] for n, s in self.shapes.items()} if own else dict(layout(cfg))
         used = {theirs for parts in self.parts.values() for theirs, _ in parts}
@@ -229,10 +229,10 @@ def export(saved, folder, form="", dtype=None, source=None):
     along.
     """
     cfg, folder = saved["cfg"], Path(folder)
-    form = form or ("huggingface" if cfg.residual_mode == "standard" else "nanodepth")
-    if form == "huggingface" and cfg.residual_mode != "standard":
+    form = form or ("huggingface" if cfg.residual_mode == "standard" and not cfg.n_expert else "nanodepth")
+    if form == "huggingface" and (cfg.residual_mode != "standard" or cfg.n_expert):
         raise UserError(f"residual_mode={cfg.residual_mode} cannot be written in Hugging Face's form, for transformers "
-                        "has no class that computes it: use --form=nanodepth")
+                        f"has no class that computes it{' with experts' * (cfg.n_expert > 0)}: use --form=nanodepth")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists already: choose another folder")
     save_file = need("safetensors.torch").save_file

@@ -43,7 +43,9 @@ class GPTConfig:
     n_kv_head: int = 0  # key and value heads (grouped-query attention); 0 = n_head
     head_dim: int = 0  # channels per attention head; 0 = n_embd / n_head
     n_embd: int = 768  # width of the model
-    n_ffn: int = 0  # hidden width of the MLP; 0 = 8/3 of n_embd, rounded up to a multiple of 64
+    n_ffn: int = 0  # hidden width of the MLP or an expert; 0 = 8/3 of n_embd / active experts, in multiples of 64
+    n_expert: int = 0  # experts in the place of each MLP; 0 = none
+    n_expert_active: int = 0  # experts that a token passes through: two at least, for the router of one learns nothing
     seq_len: int = 1024  # context in tokens
     residual_mode: str = "standard"  # how information travels through depth
     depth_block: int = 0  # sublayers per depth block; 0 = the mode's own, mostly at most eight depth blocks
@@ -74,7 +76,9 @@ class GPTConfig:
                 f"n_head={self.n_head}: change one of them, or set head_dim")
         self.n_kv_head = self.n_kv_head or self.n_head
         self.head_dim = self.head_dim or self.n_embd // self.n_head
-        self.n_ffn = self.n_ffn or 64 * math.ceil(self.n_embd * 8 / 3 / 64)
+        require(self.n_expert == self.n_expert_active == 0 or 2 <= self.n_expert_active <= self.n_expert,
+                f"n_expert_active={self.n_expert_active}: must be 2 to n_expert={self.n_expert}, or both must be 0")
+        self.n_ffn = self.n_ffn or 64 * math.ceil(self.n_embd * 8 / 3 / 64 / max(1, self.n_expert_active))
         require(self.n_head % self.n_kv_head == 0, f"n_head={self.n_head} does not divide by "
                 f"n_kv_head={self.n_kv_head}")
         require(self.head_dim % 2 == 0, f"head_dim={self.head_dim}: rotary positions need an even number")
@@ -823,6 +827,43 @@ class MLP(nn.Module):
         return self.down(F.silu(gate) * up)
 
 
+class MoE(nn.Module):
+    """Mixture of experts: each token passes through its choice of n_expert_active of n_expert SwiGLUs; none is dropped.
+
+        score = sigmoid(W x)    chosen = top-k of score + bias    y = sum over the chosen of score f(x) / sum of score
+    """
+    gather = staticmethod(torch.compiler.disable(F.embedding))  # whose eager gradient has no atomics
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.k, E = cfg.n_expert_active, cfg.n_expert
+        self.gain = nn.Parameter(torch.empty(cfg.n_embd))
+        self.router = nn.Linear(cfg.n_embd, E, bias=False)
+        self.up = nn.Linear(cfg.n_embd, E * 2 * cfg.n_ffn, bias=False)  # the experts' matrices, one below the other
+        self.down = nn.Linear(cfg.n_ffn, E * cfg.n_embd, bias=False)
+        self.register_buffer("bias", torch.zeros(E))  # train.py moves it against the load, after each step (2408.15664)
+
+    def forward(self, h, _, rope, cache=None):
+        x = (h * self.gain).flatten(0, 1)
+        logits = exact_linear(x, self.router.weight.to(at_least_fp32(x.dtype)))  # (N, E)
+        chosen = (logits.detach().sigmoid() + self.bias).topk(self.k).indices
+        weight = F.logsigmoid(logits.gather(1, chosen)).softmax(-1)  # score / sum of score, but never 0 / 0
+        self.load = torch.zeros_like(logits, dtype=torch.long).scatter_(1, chosen, 1).sum(0)  # set: remat repeats it
+        order = chosen.flatten().argsort(stable=True)  # of the N k pairs of a token and an expert, by expert
+        gate, up = self.linear(self.gather(order // self.k, x.to(h.dtype)), self.up.weight).chunk(2, dim=-1)
+        y = self.gather(order.argsort().view(-1, self.k), self.linear(F.silu(gate) * up, self.down.weight))
+        return (y * weight.unsqueeze(-1)).sum(1).to(y.dtype).view_as(h)
+
+    @torch.compiler.disable  # it branches on values
+    def linear(self, x, weight):
+        """Rows x (N k, D), in the order of their experts, times their expert's part of weight (E F, D) -> (N k, F)."""
+        w = weight.unflatten(0, (len(self.load), -1))
+        if x.is_cuda and x.dtype == torch.bfloat16 and hasattr(F, "grouped_mm") and w.size(1) % 8 == w.size(2) % 8 == 0:
+            return F.grouped_mm(x, w.to(x.dtype).mT, offs=self.load.cumsum(0, dtype=torch.int32))
+        rows = [len(r) for r in x.tensor_split(len(w))] if hasattr(x, "fake_mode") else self.load.tolist()  # fake: even
+        return torch.cat([F.linear(part, matrix) for part, matrix in zip(x.split(rows), w.unbind())])
+
+
 class KVCache:
     """Keys and values of the tokens seen so far, for generation.
 
@@ -933,7 +974,9 @@ class GPT(nn.Module):
         require(cfg.vocab_size > 0, "vocab_size=0: give the number of tokens in the vocabulary")
         self.cfg = cfg
         self.embed = nn.Embedding(cfg.vocab_size, cfg.n_embd)
-        self.sublayers = nn.ModuleList(m for layer in range(cfg.n_layer) for m in (Attention(cfg, layer), MLP(cfg)))
+        mlp = MoE if cfg.n_expert else MLP
+        self.sublayers = nn.ModuleList(m for layer in range(cfg.n_layer) for m in (Attention(cfg, layer), mlp(cfg)))
+        self.experts = [m for m in self.sublayers if isinstance(m, MoE)]
         self.gain = nn.Parameter(torch.empty(cfg.n_embd))  # of the final norm
         if not cfg.tie_embeddings:
             self.head = nn.Linear(cfg.n_embd, cfg.vocab_size, bias=False)
@@ -957,6 +1000,8 @@ class GPT(nn.Module):
             if not name.startswith("residual."):
                 self.init_parameter(name, p)
         self.residual.init_weights()
+        for bias in self.buffers():
+            bias.zero_()
 
     def init_parameter(self, name, p):
         if p.dim() == 2:

@@ -544,7 +544,7 @@ def compile_model(model, mode, device, say):
         return "off, no working compiler"
     model.chunk_loss = torch.compile(model.chunk_loss, dynamic=False)  # head and loss, in every mode alike
     # the bank is written in place, which no graph likes, and shards come and go between sublayers
-    if is_sharded(model) or (model.cfg.route_impl != "reference" and model.fused):
+    if is_sharded(model) or model.experts or (model.cfg.route_impl != "reference" and model.fused):
         for sublayer in model.sublayers:
             sublayer.compile(dynamic=False)
         return "on, sublayers and head"
@@ -741,6 +741,8 @@ def fill(model, device, seed, weights=None, path=""):
     residual = type(model.residual)(model.cfg)
     torch.manual_seed(seed)
     residual.init_weights()
+    for bias in model.buffers():
+        bias.zero_()
     start = {f"residual.{name}": p for name, p in residual.named_parameters()}
     for name, p in model.named_parameters():
         if name not in start:
@@ -755,7 +757,8 @@ def whole_by_sublayer(model):
     twin = build(model.cfg, "meta")
 
     def take(module, shards):
-        module.load_state_dict({k: v.full_tensor() for k, v in shards.items()}, strict=False, assign=True)
+        whole = {k: v if k == "bias" else v.full_tensor() for k, v in shards.items()}
+        module.load_state_dict(whole, strict=False, assign=True)
     take(twin, {k: v for k, v in model.state_dict().items() if not k.startswith("sublayers.")})
     for sublayer, source in zip(twin.sublayers, model.sublayers):
         sublayer.register_forward_pre_hook(lambda me, _, source=source: take(me, source.state_dict()))
@@ -788,7 +791,7 @@ def gathered(tree):
 @torch.no_grad()
 def load_weights(model, weights, path, assign=False):
     """Tensors {name: tensor} become the parameters (assign), or are copied into them, each read when its turn comes."""
-    own = dict(model.named_parameters())
+    own = dict(model.named_parameters()) | dict(model.named_buffers())
     try:
         if own.keys() != weights.keys():
             raise RuntimeError(f"only one of them has {', '.join(sorted(own.keys() ^ weights.keys()))}")
@@ -864,12 +867,13 @@ def train(cfg, t):
     wrapped = model
     if world > 1 and not sharded:
         wrapped = torch.nn.parallel.DistributedDataParallel(
-            model, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True)
+            model, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True,
+            broadcast_buffers=False)
     stop, batches = StopSignal(), read_ahead(data, t, range(start, end), accumulate, rank, world, device.type == "cuda")
 
     def update(step):
-        """One optimizer step: (loss, gradient norm, seconds waited for data, checksum of the batch, stop wanted)."""
-        loss, waited = 0.0, 0.0
+        """One optimizer step: (loss, gradient norm, seconds waited for data, checksum, largest load, stop wanted)."""
+        loss, waited, skew, load = 0.0, 0.0, 0.0, [0] * len(model.experts)
         for i in range(accumulate):
             rows, crc, seconds = next(batches)
             rows, waited = rows.to(device, non_blocking=True), waited + seconds
@@ -878,9 +882,10 @@ def train(cfg, t):
                 with autocast(device, dtype):
                     part = wrapped(rows[:, :-1], rows[:, 1:])[1] / accumulate
                 part.backward()
-            loss = loss + part.detach()
+            loss, load = loss + part.detach(), [n + moe.load for n, moe in zip(load, model.experts)]
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), t.grad_clip or math.inf).item()
-        loss, signalled = sum_over_ranks([loss.item() / world, stop.number > 0], device)  # all ranks decide alike
+        mine = [loss.item() / world, stop.number > 0, *(n for layer in load for n in layer.tolist())]
+        loss, signalled, *load = sum_over_ranks(mine, device)  # all ranks decide alike
         if not math.isfinite(loss + norm):
             raise UserError(f"step {step + 1}: loss {loss}, gradient norm {norm}. Stopped before the update, the saved "
                             "checkpoints are good. Lower --lr, or set --grad_clip")
@@ -888,7 +893,10 @@ def train(cfg, t):
             group["lr"] = t.lr_at(step) * group["lr_mult"] * (step >= t.route_first or group["name"] == "residual")
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return loss, norm, waited, crc, signalled > 0
+        for moe, own in zip(model.experts, torch.tensor(load, dtype=torch.float64).view(-1, cfg.n_expert or 1)):
+            moe.bias += (1e-3 * (step >= t.route_first) * (own.mean() - own).sign()).to(moe.bias)  # rate: 2408.15664
+            skew = max(skew, (own.max() / own.mean()).item())
+        return loss, norm, waited, crc, skew, signalled > 0
 
     def finite():
         bad = sum(not (p.to_local() if hasattr(p, "to_local") else p).isfinite().all() for p in model.parameters())
@@ -909,8 +917,8 @@ def train(cfg, t):
         for done in range(start, end + 1):
             began, row, val_loss, signalled = time.perf_counter(), None, None, False
             if done > start:
-                loss, norm, waited, crc, signalled = update(done - 1)
-                row = loss, t.lr_at(done - 1), norm, time.perf_counter() - began, waited, crc
+                loss, norm, waited, crc, skew, signalled = update(done - 1)
+                row = loss, t.lr_at(done - 1), norm, time.perf_counter() - began, waited, crc, skew
                 owed = val and evaluation_due(t, done)
             if owed and not signalled:  # a stop comes first: whoever sent it may not wait for long
                 val_loss = evaluate(model, val, t.micro_batch, device, dtype, t.eval_tokens, rank, world,
@@ -1097,11 +1105,12 @@ class MuonAdamW(torch.optim.AdamW):
 
 def muon_groups(model, group):
     """The group of matrices -> one for each kind: qkv, out, up, down."""
-    rows, kinds = {"qkv": model.sublayers[0].sizes, "up": [model.cfg.n_ffn] * 2}, {}
+    rows, kinds = {"qkv": model.sublayers[0].sizes, "up": model.cfg.n_ffn, "down": model.cfg.n_embd}, {}
     names = {p: name.split(".")[-2:][0] for name, p in model.named_parameters()}
     for p in group["params"]:
         kinds.setdefault(names[p], []).append(p)
-    return [group | dict(params=ps, rows=rows.get(kind, len(ps[0]))) for kind, ps in kinds.items()]
+    return [group | dict(params=ps) | ({"rows": rows.get(kind, len(ps[0]))} if kind != "router" else {})
+            for kind, ps in kinds.items()]  # a router's gradients nearly add up to zero: Muon would magnify their noise
 
 
 def convert(cfg, t, about_data):
@@ -1246,6 +1255,7 @@ def introduce(cfg, t, model, data, world, accumulate, say):
     say(f"settings: {', '.join(f'{k}={v}' for k, v in settings.items()) or 'the defaults'}")
     n, res, budget = model.count(), model.residual, t.max_steps * t.tokens_per_step
     routing = f", {n['residual']:,} of them in the residual" if n["residual"] else ""
+    routing += f", {cfg.n_expert_active} of {cfg.n_expert} experts for each token" if model.experts else ""
     say(f"model: {cfg.residual_mode}, {cfg.n_layer} layers of width {cfg.n_embd}, {n['total']:,} parameters "
         f"({n['non_embedding']:,} without embeddings{routing})")
     if hasattr(res, "depth_block"):
@@ -1317,6 +1327,7 @@ class Log:
 
     def __init__(self, cfg, t, start, end, device):
         self.t, self.start, self.end, self.device = t, start, end, device
+        self.columns = Log.columns + ["load"] * (cfg.n_expert > 0)
         self.steps, self.seconds, self.waited, self.begin = 0, 0.0, 0.0, time.monotonic()
         self.path, self.status = Path(t.out_dir) / "log.csv", sys.stdout.isatty()
         try:
@@ -1361,7 +1372,7 @@ class Log:
         """Log step `done`; without a row, the val loss of a step that is logged already, or of the start."""
         t = self.t
         if row:
-            loss, lr, norm, seconds, waited, crc = row
+            loss, lr, norm, seconds, waited, crc, skew = row
             self.steps, self.seconds, self.waited = self.steps + 1, self.seconds + seconds, self.waited + waited
         if val_loss is not None or row and (stopping or done in (1, self.end) or done % t.log_every == 0):
             val, mem = "" if val_loss is None else val_loss, round(memory_mb(self.device), 1)
@@ -1370,9 +1381,9 @@ class Log:
                 ms, wait, speed = 1e3 * self.seconds / self.steps, 1e3 * self.waited / self.steps, (
                     self.steps * t.tokens_per_step / self.seconds)
                 values |= dict(loss=loss, lr=lr, grad_norm=norm, tok_per_s=round(speed, 1), ms=round(ms, 2),
-                               wait_ms=round(wait, 2), crc=f"{crc:08x}")
+                               wait_ms=round(wait, 2), crc=f"{crc:08x}", load=skew or "")
                 line = (f" lr:{lr:.1e} norm:{norm:.2f} ms:{ms:.0f} wait:{wait:.0f} tok/s:{short(speed)} "
-                        f"{f'mfu:{speed * self.flops:.0%} ' * (self.flops > 0)}"
+                        f"{f'mfu:{speed * self.flops:.0%} ' * (self.flops > 0)}{f'load:{skew:.2f} ' * (skew > 0)}"
                         f"mem:{mem / 1024:.1f}G left:{self.left(done)}")
                 self.steps, self.seconds, self.waited = 0, 0.0, 0.0
             try:

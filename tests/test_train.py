@@ -243,7 +243,7 @@ PAPER_SHAPES = {  # config -> the paper's vocabulary, parameters in millions (sp
 
 def test_configurations_have_the_papers_shapes():
     found = {p.stem for p in HERE.glob("configs/*.toml")}
-    assert found == {*PAPER_SHAPES, "tiny", "gpt2_124m", "finetune_qwen3_0.6b", "finetune_8b"}  # the last: test_hub.py
+    assert found == {*PAPER_SHAPES, "tiny", "gpt2_124m", "finetune_qwen3_0.6b", "finetune_8b", "dar_7b"}
     cfg, t = train.load_config([str(HERE / "configs/gpt2_124m.toml")])
     with torch.device("meta"):
         assert 123 < GPT(cfg).count()["total"] / 1e6 < 125 and cfg.residual_mode == "standard"
