@@ -4,6 +4,7 @@ Nothing is computed and nothing is allocated: the model itself runs forward and 
 (FakeTensorMode), and every operation's FLOPs and every tensor's life are counted. There are no formulas to go wrong but
 those of what runs outside of the model: 16 bytes of state a parameter, and what FSDP gathers.
 """
+import functools
 import math
 import weakref
 from dataclasses import replace
@@ -14,22 +15,28 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 import kernels
-from model import CHUNK, GPT, RESIDUAL_MODES, GPTConfig, all_knobs
+from model import GPT, RESIDUAL_MODES, GPTConfig, all_knobs
 
 # name in torch.cuda.get_device_name: dense bf16 TFLOP/s, GB
 GPUS = {"B200": (2250, 180), "H200": (989, 141), "H100": (989, 80), "A100": (312, 80), "L40S": (362, 48),
         "RTX 5090": (209, 32), "RTX 4090": (165, 24), "RTX 3090": (71, 24)}
 
+PRIME = 1_000_003  # a size that no other storage is a multiple of
+
 
 class Meter(TorchDispatchMode):
-    """Counts FLOPs, and the bytes of the tensors made inside that are alive: now and at most."""
+    """Counts FLOPs, and the bytes of the tensors made inside that are alive: now and at most, and how many of those at
+    most are in storages whose size is a multiple of `unit`, but for one number."""
 
-    def __init__(self, elementwise=False):
+    def __init__(self, elementwise=False, unit=2**62):
         super().__init__()
-        self.known, self.now, self.peak, self.flops, self.elementwise = weakref.WeakSet(), 0, 0, 0, elementwise
+        self.known, self.flops, self.elementwise, self.unit = weakref.WeakSet(), 0, elementwise, unit
+        self.now = self.now_in_units = self.peak = self.peak_in_units = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **kwargs or {})
+        if function is torch.ops.prim.device.default:  # which autograd asks for: every second call
+            return out
         tensors = [x for x in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(x, torch.Tensor)]
         if function.overloadpacket in flop_registry:
             self.flops += flop_registry[function.overloadpacket](*args, **kwargs or {}, out_val=out)
@@ -41,17 +48,21 @@ class Meter(TorchDispatchMode):
         for x in tensors:
             if x.untyped_storage() not in self.known:
                 storage, n = x.untyped_storage(), x.untyped_storage().nbytes()
+                units = n * (n % self.unit <= 8)
                 self.known.add(storage)
-                self.now, self.peak = self.now + n, max(self.peak, self.now + n)
-                weakref.finalize(storage, self.free, n)
+                self.free(-n, -units)
+                if self.now > self.peak:
+                    self.peak, self.peak_in_units = self.now, self.now_in_units
+                weakref.finalize(storage, self.free, n, units)
         return out
 
-    def free(self, n):
-        self.now -= n
+    def free(self, n, units):
+        self.now, self.now_in_units = self.now - n, self.now_in_units - units
 
 
-def measure(cfg, batch, sharded=False, mode=FakeTensorMode):
-    """(FLOPs, peak bytes beyond weights and gradients) of forward and backward on `batch` sequences in bf16."""
+def measure(cfg, batch, sharded=False, mode=FakeTensorMode, unit=2**62):
+    """(FLOPs, peak bytes beyond weights and gradients, those of them that come in multiples of `unit`) of forward and
+    backward on `batch` sequences in bf16."""
     with mode():
         model = GPT(cfg)
         # FSDP gathers sublayers in bf16; otherwise autocast makes such copies, which are seen
@@ -62,18 +73,25 @@ def measure(cfg, batch, sharded=False, mode=FakeTensorMode):
             p.grad = torch.zeros_like(p)
         idx = torch.zeros(batch, cfg.seq_len, dtype=torch.long)
         kernels.SPARE.clear()
-        with Meter() as meter:
+        with Meter(unit=unit) as meter:
             with torch.autocast("cpu", torch.bfloat16):
                 loss = model(idx, idx)[1]
             loss.backward()
         kernels.SPARE.clear()  # banks without content are of no use to a real pass
-    return meter.flops, meter.peak
+    return meter.flops, meter.peak, meter.peak_in_units
+
+
+@functools.cache
+def flops_without_routing(shape):
+    return measure(GPTConfig(**dict(shape)), 1)[0]
 
 
 def flops_per_token(cfg):
-    """Of training, forward and backward, without what remat repeats; with routing: its additions and multiplications,
-    forward times three."""
-    flops, _ = measure(replace(cfg, remat=False, route_impl="reference"), 1)
+    """Of training, forward and backward, without what remat repeats: of the sublayers, the same in every mode, and of
+    routing: all its operations, forward times three."""
+    plain = dict(residual_mode="standard", remat=False, route_impl="reference")
+    flops = flops_without_routing(tuple(vars(replace(cfg, **plain | {k: getattr(GPTConfig, k) for k in all_knobs()})
+                                             ).items()))
     with FakeTensorMode(), torch.no_grad():
         model = GPT(replace(cfg, route_impl="reference"))
         state, y = model.residual.start(torch.zeros(1, 8, cfg.n_embd)), torch.zeros(1, 8, cfg.n_embd)
@@ -84,7 +102,7 @@ def flops_per_token(cfg):
     return flops / cfg.seq_len + 3 * meter.flops / 8
 
 
-def memory(cfg, gpus, sharded, micro_batch):
+def memory(cfg, gpus, sharded):
     """Bytes on each GPU: (states, gathered by FSDP, fixed rest, {remat: per sequence})."""
     with torch.device("meta"):
         model = GPT(cfg)
@@ -94,10 +112,9 @@ def memory(cfg, gpus, sharded, micro_batch):
     states = 16 * n / (gpus if sharded else 1)  # fp32 weight, gradient and two moments
     gathered = 8 * root + 3 * 2 * unit + 4 * unit if sharded else 0  # root whole with its gradient; units in flight
     each, fixed = {}, 0
-    batch = max(micro_batch, math.ceil(7 * CHUNK / (cfg.seq_len * cfg.vocab_size)))  # whose loss has 8 chunks
-    for remat in (False, True):
-        one, two = (measure(replace(cfg, remat=remat), n, sharded)[1] for n in (batch, 2 * batch))
-        each[remat], fixed = (two - one) / batch, max(fixed, 2 * one - two)
+    for remat in (False, True):  # what grows with the batch are multiples of it; the loss makes eighths
+        _, peak, growing = measure(replace(cfg, remat=remat), 8 * PRIME, sharded, unit=PRIME)
+        each[remat], fixed = growing / (8 * PRIME), max(fixed, peak - growing)
     return states, gathered, fixed, each
 
 
@@ -118,7 +135,7 @@ def estimate(cfg, t, say=print):
         except ValueError as e:
             say(f"{mode:18} {e}")
             continue
-        flops, (states, gathered, fixed, each) = flops_per_token(of), memory(of, t.gpus, sharded, t.micro_batch)
+        flops, (states, gathered, fixed, each) = flops_per_token(of), memory(of, t.gpus, sharded)
         with torch.device("meta"):
             n = GPT(of).count()["total"]
         base, gb = states + gathered + fixed, 1e9
