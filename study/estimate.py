@@ -99,6 +99,7 @@ def flops_per_token(cfg):
             for site in range(2 * cfg.n_layer):
                 model.residual.read(site, state)
                 state = model.residual.write(site, state, y)
+            model.residual.read(2 * cfg.n_layer, state)
     return flops / cfg.seq_len + 3 * meter.flops / 8
 
 

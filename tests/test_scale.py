@@ -355,6 +355,15 @@ def test_tensors_without_content_need_the_bytes_of_real_ones(mode, remat):
     assert fake == real and fake[1] > estimate.measure(cfg, 1)[1] > 0
 
 
+@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_one_pass_tells_the_bytes_of_every_batch(sharded):
+    cfg = GPTConfig(vocab_size=600, n_layer=2, n_head=2, n_kv_head=1, n_embd=32, seq_len=32, residual_mode="rd")
+    states, gathered, fixed, each = estimate.memory(cfg, 2, sharded)
+    for batch in (8 * 997, 8 * 1500):  # whose loss has eight chunks
+        assert estimate.measure(cfg, batch, sharded)[1] == pytest.approx(fixed + batch * each[False], abs=64)
+    assert each[True] < each[False] and fixed > 0 and (gathered > 0) == sharded
+
+
 def test_operations_of_standard_are_counted_as_everybody_counts_them():
     cfg = GPTConfig(vocab_size=600, n_layer=2, n_head=2, n_embd=32, seq_len=32)
     model = train.build(cfg)
