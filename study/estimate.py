@@ -5,6 +5,7 @@ Nothing is computed and nothing is allocated: the model itself runs forward and 
 those of what runs outside of the model: 16 bytes of state a parameter, and what FSDP gathers.
 """
 import functools
+import itertools
 import math
 import weakref
 from dataclasses import replace
@@ -21,12 +22,10 @@ from model import GPT, RESIDUAL_MODES, GPTConfig, all_knobs
 GPUS = {"B200": (2250, 180), "H200": (989, 141), "H100": (989, 80), "A100": (312, 80), "L40S": (362, 48),
         "RTX 5090": (209, 32), "RTX 4090": (165, 24), "RTX 3090": (71, 24)}
 
-PRIME = 1_000_003  # a size that no other storage is a multiple of
-
 
 class Meter(TorchDispatchMode):
     """Counts FLOPs, and the bytes of the tensors made inside that are alive: now and at most, and how many of those at
-    most are in storages whose size is a multiple of `unit`, but for one number."""
+    most are in storages whose size is a multiple of `unit`, or one number more."""
 
     def __init__(self, elementwise=False, unit=2**62):
         super().__init__()
@@ -34,6 +33,9 @@ class Meter(TorchDispatchMode):
         self.now = self.now_in_units = self.peak = self.peak_in_units = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        for x in args:  # views of what was made outside, and what is written to it, are not made here
+            if isinstance(x, torch.Tensor):
+                self.known.add(x.untyped_storage())
         out = function(*args, **kwargs or {})
         if function is torch.ops.prim.device.default:  # which autograd asks for: every second call
             return out
@@ -48,7 +50,7 @@ class Meter(TorchDispatchMode):
         for x in tensors:
             if x.untyped_storage() not in self.known:
                 storage, n = x.untyped_storage(), x.untyped_storage().nbytes()
-                units = n * (n % self.unit <= 8)
+                units = n * (n % self.unit in (0, 8))
                 self.known.add(storage)
                 self.free(-n, -units)
                 if self.now > self.peak:
@@ -103,8 +105,8 @@ def flops_per_token(cfg):
     return flops / cfg.seq_len + 3 * meter.flops / 8
 
 
-def memory(cfg, gpus, sharded):
-    """Bytes on each GPU: (states, gathered by FSDP, fixed rest, {remat: per sequence})."""
+def memory(cfg, gpus, sharded, micro_batch):
+    """Bytes on each GPU: (states, gathered by FSDP, {remat: (fixed rest, per sequence)})."""
     with torch.device("meta"):
         model = GPT(cfg)
     n = model.count()["total"]
@@ -112,11 +114,15 @@ def memory(cfg, gpus, sharded):
     root = n - sum(p.numel() for p in model.sublayers.parameters())
     states = 16 * n / (gpus if sharded else 1)  # fp32 weight, gradient and two moments
     gathered = 8 * root + 3 * 2 * unit + 4 * unit if sharded else 0  # root whole with its gradient; units in flight
-    each, fixed = {}, 0
-    for remat in (False, True):  # what grows with the batch are multiples of it; the loss makes eighths
-        _, peak, growing = measure(replace(cfg, remat=remat), 8 * PRIME, sharded, unit=PRIME)
-        each[remat], fixed = growing / (8 * PRIME), max(fixed, peak - growing)
-    return states, gathered, fixed, each
+    rest = {}
+    # sequences of eight times a prime, near the real ones: the storages that are a multiple of it grow with the batch
+    numbers = {p.numel() * bytes for p in model.parameters() for bytes in (1, 2, 4)}
+    unit = next(n for n in itertools.count(max(101, cfg.seq_len // 8)) if all(
+        n % k for k in range(2, math.isqrt(n) + 1)) and all(number % n not in (0, 8) for number in numbers))
+    for remat in (False, True):
+        _, peak, grown = measure(replace(cfg, remat=remat, seq_len=8 * unit), micro_batch, sharded, unit=unit)
+        rest[remat] = peak - grown, grown / micro_batch * cfg.seq_len / (8 * unit)
+    return states, gathered, rest
 
 
 def estimate(cfg, t, say=print):
@@ -136,13 +142,13 @@ def estimate(cfg, t, say=print):
         except ValueError as e:
             say(f"{mode:18} {e}")
             continue
-        flops, (states, gathered, fixed, each) = flops_per_token(of), memory(of, t.gpus, sharded)
+        flops, (states, gathered, rest) = flops_per_token(of), memory(of, t.gpus, sharded, t.micro_batch)
         with torch.device("meta"):
             n = GPT(of).count()["total"]
-        base, gb = states + gathered + fixed, 1e9
-        largest = [max(0, math.floor((0.94 * size * gb - base) / each[remat])) for remat in (False, True)]
+        gb, base, (fixed, each) = 1e9, states + gathered, rest[cfg.remat]
+        largest = [max(0, math.floor((0.94 * size * gb - base - more) / each)) for more, each in rest.values()]
         hours = tokens * flops / (t.gpus * tflops * 1e12 * t.mfu) / 3600
-        activations = t.micro_batch * each[cfg.remat]
+        activations = t.micro_batch * each
         say(f"{mode:18} {n / 1e6:9,.1f}M {flops / 1e9:12.3f} {hours:6.2f} | {states / gb:22.1f} {gathered / gb:8.1f} "
-            f"{fixed / gb:5.1f} {activations / gb:11.1f} {(base + activations) / gb:6.1f} | {largest[0]:11}, "
+            f"{fixed / gb:5.1f} {activations / gb:11.1f} {(base + fixed + activations) / gb:6.1f} | {largest[0]:11}, "
             f"{largest[1]:10}")
