@@ -391,6 +391,61 @@ def test_two_machines_with_folders_of_their_own_train_from_copies_and_from_nothi
     assert any("the processes disagree: the step to go on from is" in said for _, said in found), found
 
 
+MEMORY = """
+import ctypes, os, re, sys
+from pathlib import Path
+sys.path.insert(0, HERE)
+import train
+from train import torch
+ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD, the environment's MALLOC_MMAP_THRESHOLD_: free is given back
+Path("/proc/self/clear_refs").write_text("5")  # the peak is one from here on
+
+
+def resident(name):
+    return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024
+
+before = resident("VmRSS")
+cfg, t = train.load_config(argv)
+device = torch.device("cpu")
+rank, world = train.start_processes(device)
+if world > 1:
+    model = train.build_sharded(cfg, t, device, torch.float32)
+else:
+    model = train.fill(train.build(cfg, "meta"), device, t.seed)
+found = [resident("VmHWM") - before]
+optimizer, idx = train.make_optimizer(model, t, device), torch.zeros(1, cfg.seq_len, dtype=torch.long)
+for _ in range(2):
+    model(idx, idx)[1].backward()
+    optimizer.step()
+    optimizer.zero_grad()
+found.append(resident("VmHWM") - before)
+live = [*model.parameters(), *(x for state in optimizer.state.values() for x in state.values())]
+found.append(sum((x.to_local() if hasattr(x, "to_local") else x).nbytes for x in live) / 2**20)
+Path(f"{OUT}/{world} {rank}").write_text(" ".join(map(str, found)))
+os._exit(0)
+"""
+
+
+def memory_of_processes(folder, world, **settings):
+    """[(MiB at most while the model is built, at most in two steps, of weights and moments)] of each process."""
+    driver = folder / "driver.py"
+    argv = [f"--{k}={v}" for k, v in settings.items()]
+    driver.write_text(f"HERE, OUT, argv = {str(HERE)!r}, {str(folder)!r}, {argv!r}\n{MEMORY}", "utf-8")
+    run_script(driver, processes=world)
+    return [tuple(map(float, (folder / f"{world} {rank}").read_text().split())) for rank in range(world)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_of_a_process_falls_with_the_shards(tmp_path):
+    settings = dict(vocab_size=512, n_layer=12, n_head=8, n_embd=512, seq_len=16, residual_mode="attnres_block")
+    built, stepped, live = zip(*(map(max, zip(*memory_of_processes(tmp_path, n, **settings))) for n in (1, 2, 4)))
+    assert live[0] > 400 and built[0] > live[0] / 3
+    for n, part in ((1, 1 / 2), (2, 1 / 4)):
+        assert live[n] < 1.01 * part * live[0]
+        assert built[n] < part * built[0] + 80 and stepped[n] < part * stepped[0] + 80  # modules, a whole sublayer
+
+
 def test_old_versions_and_uneven_machines_are_refused(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.12.1")
     with pytest.raises(UserError, match="parallel=fsdp needs PyTorch 2.13 .* or use parallel=ddp"):
