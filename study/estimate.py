@@ -116,7 +116,7 @@ def memory(cfg, gpus, sharded, micro_batch):
     gathered = 8 * root + 3 * 2 * unit + 4 * unit if sharded else 0  # root whole with its gradient; units in flight
     rest = {}
     # sequences of eight times a prime, near the real ones: the storages that are a multiple of it grow with the batch
-    numbers = {p.numel() * bytes for p in model.parameters() for bytes in (1, 2, 4)}
+    numbers = {p.numel() * bytes for p in model.parameters() if p.numel() > 1000 for bytes in (1, 2, 4)}
     unit = next(n for n in itertools.count(max(101, cfg.seq_len // 8)) if all(
         n % k for k in range(2, math.isqrt(n) + 1)) and all(number % n not in (0, 8) for number in numbers))
     for remat in (False, True):

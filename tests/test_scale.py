@@ -474,7 +474,8 @@ def test_tensors_without_content_need_the_bytes_of_real_ones(mode, remat):
     assert fake == real and fake[1] > estimate.measure(cfg, 1)[1] > 0
 
 
-@pytest.mark.parametrize("mode, sharded", [("rd", False), pytest.param("dar_block", True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode, sharded", [("static_block", False),
+                                           pytest.param("dar_block", True, marks=pytest.mark.slow)])
 def test_one_pass_tells_what_grows_with_the_batch(mode, sharded):
     cfg = GPTConfig(vocab_size=30_000, n_layer=2, n_head=4, n_kv_head=2, n_embd=512, seq_len=1024, residual_mode=mode)
     states, gathered, rest = estimate.memory(cfg, 2, sharded, 6)
