@@ -670,6 +670,7 @@ def test_the_device_decides_the_backend(device, backend, monkeypatch):
         monkeypatch.setenv(name, "1")
     assert train.start_processes(torch.device(device)) == (0, 1) and not started
     monkeypatch.setattr(train, "launched", lambda: True)
+    monkeypatch.setenv("RANK", "0")
     assert train.start_processes(torch.device(device)) == (0, 1) and started == [backend]
     if device != "cuda":
         monkeypatch.setattr(dist, "is_initialized", lambda: True)
