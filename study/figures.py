@@ -69,27 +69,26 @@ def draw_difference(plt, args, study, arms, rows, results, ngrams, tokens, colou
 
 def draw_tuning(plt, args, study, arms, rows, results, ngrams, tokens, colours):
     """Loss against learning rate for each arm: every trial."""
-    done = {name: trials(study, rows, name) for name in arms}
-    if not any(done.values()):
+    done = {name: found for name in arms if (found := trials(study, rows, name))}
+    if not done:
         return None
-    fig, axes = plt.subplots(math.ceil(len(done) / 4), 4, figsize=(12, 2.3 * math.ceil(len(done) / 4)), sharey=True,
-                             sharex=True, squeeze=False)
+    width, height = min(4, len(done)), math.ceil(len(done) / 4)
+    fig, axes = plt.subplots(height, width, figsize=(3 * width, 2.3 * height), sharey=True, sharex=True, squeeze=False)
     for ax, (name, found) in zip(axes.flat, done.items()):
         plain = sorted((lr, loss) for (lr, mult), loss in found.items() if mult == 1)
-        ax.plot(*zip(*plain), "o-", color="k", ms=3) if plain else None
+        ax.plot(*zip(*plain), "o-", color="k", ms=3)
         for (lr, mult), loss in found.items():
             if mult != 1:
                 ax.plot(lr, loss, "s", ms=4, color="C1")
                 ax.annotate(f"router × {mult:g}", (lr, loss), fontsize=6, xytext=(4, 0), textcoords="offset points")
-        if found:
-            best = min(found, key=found.get)
-            ax.plot(best[0], found[best], "o", ms=9, mfc="none", color="C3")
+        best = min(found, key=found.get)
+        ax.plot(best[0], found[best], "o", ms=9, mfc="none", color="C3")
         ax.set_title(f"{name}, {len(found)} trials", fontsize=8)
         ax.set_xscale("log")
         rates = sorted({lr for mine in done.values() for lr, _ in mine})
         ax.set_xticks(rates, [f"{lr:g}" for lr in rates], rotation=90)
         ax.minorticks_off()
-        ax.tick_params(labelsize=6)
+        ax.tick_params(labelsize=6, labelbottom=True)
     for ax in axes.flat[len(done):]:
         ax.set_axis_off()
     fig.supxlabel("learning rate (ringed: used)", fontsize=8)
