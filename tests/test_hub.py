@@ -808,8 +808,13 @@ def test_the_papers_recipes_fit_their_models(name, monkeypatch):
     assert f"--nproc_per_node={processes} train.py configs/{name}.toml" in (HERE / f"configs/{name}.toml").read_text()
 
 
-@pytest.mark.slow
-def test_a_converted_model_trains_on_as_the_one_that_it_is_made_of(data, tmp_path):
+EXACT = [mode for mode, row in RESIDUAL_MODES.items() if row.exact_start and mode != "standard"]
+
+
+@pytest.mark.parametrize("modes", [
+    pytest.param(["attnres_block", "mhar_delta", "hc"], marks=pytest.mark.slow, id="three modes"),
+    pytest.param(EXACT, marks=pytest.mark.long, id="all modes")])
+def test_a_converted_model_trains_on_as_the_one_that_it_is_made_of(modes, data, tmp_path):
     """Losses of 100 steps minus those of the unconverted model on the same batches; the base has learned the words."""
     shape = dict(n_layer=2, n_head=4, n_embd=64, n_ffn=128, seq_len=64)
     step = dict(micro_batch=8, tokens_per_step=512, eval_every=0, save_every=0)
@@ -821,7 +826,7 @@ def test_a_converted_model_trains_on_as_the_one_that_it_is_made_of(data, tmp_pat
                      max_steps=100, lr=2e-4, min_lr=2e-4, warmup_steps=10, seed=5, **step)
         return np.array([float(row["loss"]) for row in rows])
     control = losses("standard")
-    for mode in (m for m, row in RESIDUAL_MODES.items() if row.exact_start and m != "standard"):
+    for mode in modes:
         for factor in (1, 100) if mode == "mhar_delta" else (1,):  # at 100, attnres_block would be 0.04 above
             assert (losses(mode, factor) - control).max() < 0.02, (mode, factor)
             trained = train.load_checkpoint(tmp_path / f"{mode} {factor}/last.pt")

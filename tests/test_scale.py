@@ -340,8 +340,8 @@ def on_two_machines(script, argvs, processes=1, restarts=0):
 ENGINES = pytest.mark.parametrize("engine, processes", [("ddp", 1), ("fsdp", 2)])  # 2 machines x 2 shards
 
 
-@pytest.mark.slow
-@ENGINES
+@pytest.mark.parametrize("engine, processes", [
+    pytest.param("ddp", 1, marks=pytest.mark.slow), pytest.param("fsdp", 2, marks=pytest.mark.long)])
 def test_a_worker_that_is_killed_on_one_of_two_machines_changes_nothing(engine, processes, data, tmp_path):
     """Both launchers start theirs again, which go on from the last save of the folder that all of them see."""
     settings = dict(residual_mode="dar_block", save_every=3, eval_every=4, max_steps=8, micro_batch=1)

@@ -800,7 +800,7 @@ def test_counts_of_tokens_have_64_bits(tmp_path, monkeypatch):
     assert order.max() < stream.total and len(set(order.tolist())) == 488
 
 
-@pytest.mark.parametrize("kills", [pytest.param(5, marks=pytest.mark.slow), pytest.param(50, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills", [pytest.param(3, marks=pytest.mark.slow), pytest.param(50, marks=pytest.mark.long)])
 def test_training_killed_at_any_moment_ends_in_the_same_weights(kills, data, tmp_path):
     rng, inside = np.random.default_rng(kills), 0
     settings = TINY_RUN | dict(max_steps=24 * kills, save_every=1, eval_every=7, residual_mode="attnres",
