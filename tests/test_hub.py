@@ -808,12 +808,12 @@ def test_the_papers_recipes_fit_their_models(name, monkeypatch):
     assert f"--nproc_per_node={processes} train.py configs/{name}.toml" in (HERE / f"configs/{name}.toml").read_text()
 
 
-EXACT = [mode for mode, row in RESIDUAL_MODES.items() if row.exact_start and mode != "standard"]
+OTHERS = [mode for mode, row in RESIDUAL_MODES.items() if row.exact_start and mode != "standard"]
 
 
 @pytest.mark.parametrize("modes", [
     pytest.param(["attnres_block", "mhar_delta", "hc"], marks=pytest.mark.slow, id="three modes"),
-    pytest.param(EXACT, marks=pytest.mark.long, id="all modes")])
+    pytest.param(OTHERS, marks=pytest.mark.long, id="all modes")])
 def test_a_converted_model_trains_on_as_the_one_that_it_is_made_of(modes, data, tmp_path):
     """Losses of 100 steps minus those of the unconverted model on the same batches; the base has learned the words."""
     shape = dict(n_layer=2, n_head=4, n_embd=64, n_ffn=128, seq_len=64)
