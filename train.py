@@ -1104,7 +1104,7 @@ class MuonAdamW(torch.optim.AdamW):
 
 
 def muon_groups(model, group):
-    """The group of matrices -> one for each kind: qkv, out, up, down."""
+    """The group of matrices -> one for each kind: qkv, out, up, down, and of experts the router."""
     rows, kinds = {"qkv": model.sublayers[0].sizes, "up": model.cfg.n_ffn, "down": model.cfg.n_embd}, {}
     names = {p: name.split(".")[-2:][0] for name, p in model.named_parameters()}
     for p in group["params"]:

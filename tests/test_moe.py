@@ -70,7 +70,7 @@ def test_output_and_gradients_are_those_of_a_dense_loop_and_always_the_same_bits
     assert torch.equal(again, y) and all(map(torch.equal, grads, torch.autograd.grad(again, used, g)))
 
 
-@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="F.grouped_mm is of PyTorch 2.13")
+@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="F.grouped_mm came with PyTorch 2.13; before, a loop runs")
 def test_one_grouped_product_gives_the_numbers_of_the_loop(monkeypatch):
     """What CUDA runs in bfloat16; the CPU has that product too."""
     calls, product = [], F.grouped_mm

@@ -434,7 +434,7 @@ def memory_of_processes(folder, world, **settings):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the resident memory from /proc, which Linux alone has")
 def test_memory_of_a_process_falls_with_the_shards(tmp_path):
     settings = dict(vocab_size=512, n_layer=12, n_head=8, n_embd=512, seq_len=16, residual_mode="attnres_block")
     built, stepped, live = zip(*(map(max, zip(*memory_of_processes(tmp_path, n, **settings))) for n in (1, 2, 4)))
