@@ -184,7 +184,8 @@ def run_tasks(args, model, saved, path, device, dtype, rank):
     if args.json:
         return print(json.dumps(table))
     for task, row in table.items():
-        print(f"{task}: {', '.join(f'{k} {v:.4f}' for k, v in row.items() if isinstance(v, float))}, n {row['n']:,}")
+        print(f"{task}: {', '.join(f'{k} {v:.4f}' for k, v in row.items() if isinstance(v, float))}"
+              f"{', n {:,}'.format(row['n']) if row['n'] else ''}")  # a group of tasks has none
     print(f"wrote {folder}/tasks.json and tasks/; two models in pairs: python eval.py --compare RUN {folder}")
 
 
@@ -193,6 +194,9 @@ def compare_runs(args):
     if args.json:
         return print(json.dumps(rows))
     for r in rows:
+        if "metric" not in r:
+            print(f"{r['task']}  not compared: its items have no score of their own  n {r['n']:,}")
+            continue
         test = (f"only A {r['only_a']:,}, only B {r['only_b']:,}  p {r['p']:.4f}, of {len(rows)} tasks {r['holm']:.4f}"
                 if "p" in r else "no test: not a score of 0 or 1")
         print(f"{r['task']}  {r['metric']} {r['a']:.4f} -> {r['b']:.4f}  {r['difference']:+.4f} (95 % {r['low']:+.4f} "

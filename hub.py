@@ -58,14 +58,15 @@ def is_model(name):
     return bool(exists(os.path.join(name, "config.json")) or hub_id)
 
 
-def locate(name):
-    """Folder of a model: itself, or the local copy of what the Hub has under this id, downloaded if need be."""
+def locate(name, files=("*.json", "model*.safetensors", "tokenizer*")):
+    """Folder of a model: itself, or the local copy of these files of what the Hub has under this id, downloaded if need
+    be."""
     if Path(name).is_dir():
         return Path(name)
     repo, _, revision = str(name).partition("@")
     try:
         return Path(need("huggingface_hub").snapshot_download(
-            repo, revision=revision or None, allow_patterns=["*.json", "model*.safetensors", "tokenizer*"]))
+            repo, revision=revision or None, allow_patterns=list(files)))
     except UserError:
         raise
     except Exception as e:  # what is raised depends on the version of the library
@@ -206,7 +207,7 @@ def load(name):
     cfg = read_config(folder)
     own = json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"] == "nanodepth"
     try:
-        tokenizer = tokenizer_name(folder / "tokenizer.json")
+        tokenizer = canonical(folder / "tokenizer.json")[2]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # none, or none that can be read
         tokenizer = ""
     return dict(cfg=cfg, config=asdict(cfg), data=dict(tokenizer=tokenizer), model=Tensors(folder, cfg, own), step=0,
@@ -336,7 +337,8 @@ def step_zero(model, base, rows):
     nll, most = torch.zeros(2, dtype=torch.float64), 0.0
     for *h, y in zip(*(t.split(256) for t in (*trunks, rows[0, 1:]))):  # never all logits at once
         logits = [model.logits(part) for part in h]
-        nll += torch.tensor([F.cross_entropy(z.double(), y, reduction="sum").item() for z in logits], dtype=nll.dtype)
+        # on the host, for Apple's GPUs have no fp64
+        nll += torch.stack([F.cross_entropy(z.cpu().double(), y.cpu(), reduction="sum") for z in logits])
         most = max(most, (logits[1] - logits[0]).abs().max().item())
     before, after = (nll / (rows.shape[1] - 1)).tolist()
     return after, after - before, most
@@ -488,6 +490,15 @@ def run_tasks(tasks, *model, limit=None, shots=None, folder=None):
         os.environ.pop("LOCAL_RANK") if rank is None else os.environ.update(LOCAL_RANK=rank)
 
 
+def score_of_item(metric, value):
+    """[(name, number)] of what lm-eval keeps of an item; none where only all items together have a score, as in MCC."""
+    if metric in ("word_perplexity", "byte_perplexity", "bits_per_byte"):
+        return [("loglikelihood", value[0])]
+    if isinstance(value, (bool, int, float, np.number, np.bool_)):
+        return [(metric, value.item() if isinstance(value, np.generic) else value)]
+    return []
+
+
 def write_results(results, folder):
     """tasks.json (the tasks that are there already stay) and tasks/<task>.jsonl with one line per item and filter."""
     folder, table = Path(folder), {}
@@ -499,11 +510,13 @@ def write_results(results, folder):
         table[task] = values | dict(n=results["n-samples"].get(task, {}).get("effective"),
                                     shots=results["n-shot"].get(task), version=results["versions"].get(task))
     for task, samples in results["samples"].items():
-        with open(folder / "tasks" / f"{task}.jsonl", "w", encoding="utf-8") as f:
+        path = folder / "tasks" / f"{task}.jsonl"
+        with open(path.with_suffix(".tmp"), "w", encoding="utf-8") as f:
             for s in samples:
                 item = "-".join(s[k][:12] for k in ("doc_hash", "prompt_hash", "target_hash"))
-                values = {m: s[m] if isinstance(s[m], (int, float)) else s[m][0] for m in s["metrics"]}
+                values = {k: v for m in s["metrics"] for k, v in score_of_item(m, s[m])}
                 f.write(json.dumps(dict(doc_id=s["doc_id"], filter=s["filter"], item=item) | values) + "\n")
+        os.replace(path.with_suffix(".tmp"), path)
     (folder / "tasks.json").write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     return {task: table[task] for task in results["results"]}
 
@@ -543,13 +556,17 @@ def read_items(run, task):
     path = Path(run) / "tasks" / f"{task}.jsonl"
     try:
         with open(path, encoding="utf-8") as f:
-            return {(r["doc_id"], r["filter"]): r for r in map(json.loads, f)}
+            rows = {(r["doc_id"], r["filter"]): r for r in map(json.loads, f)}
+        if not rows:
+            raise ValueError("no items")
+        return rows
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise UserError(f"{path} cannot be read ({first_line(e)}): run eval.py --tasks again") from None
 
 
 def compare(a, b):
-    """Two runs on the tasks that both have, item by item -> a row for each task, as a dictionary."""
+    """Two runs on the tasks that both have, item by item -> a row for each task, as a dictionary; without a metric
+    where an item has no score of its own."""
     names = [{p.stem for p in Path(run).glob("tasks/*.jsonl")} for run in (a, b)]
     for run, mine in zip((a, b), names):
         if not mine:
@@ -563,7 +580,11 @@ def compare(a, b):
             raise UserError(f"{task}: {a} ({len(x)} items) and {b} ({len(y)} items) did not see the same items: run "
                             "both with the same --limit, --shots and version of lm-eval")
         first = next(iter(x))
-        metric = next(m for m in (*METRICS, *x[first]) if m in x[first] and m not in ("doc_id", "filter", "item"))
+        both = [m for m in (*METRICS, *x[first]) if m in x[first].keys() & y[first].keys()]
+        metric = next((m for m in both if m not in ("doc_id", "filter", "item")), None)
+        if metric is None:
+            rows.append(dict(task=task, n=len(x)))
+            continue
         pairs = np.array([(x[k][metric], y[k][metric]) for k in x if k[1] == first[1]], dtype=float)
         d, row = pairs[:, 1] - pairs[:, 0], dict(task=task, metric=metric, n=len(pairs))
         low, high = paired_interval(d)
@@ -607,30 +628,26 @@ def locate_tokenizer(name):
     return path
 
 
-def tokenizer_name(path):
-    """Name of Hugging Face's tokenizer.json by its content, which meta.json of the data has too."""
-    saved = json.loads(Path(path).read_text(encoding="utf-8"))
-    canonical = json.dumps(saved | dict(padding=None, truncation=None), sort_keys=True, ensure_ascii=False)
-    return f"{saved['model']['type'].lower()}-{len(saved['model']['vocab'])}-{zlib.crc32(canonical.encode()):08x}"
+def canonical(path):
+    """(content, the same as text, name by it) of Hugging Face's tokenizer.json; meta.json of the data has the name."""
+    saved = json.loads(Path(path).read_text(encoding="utf-8")) | dict(padding=None, truncation=None)
+    text, model = json.dumps(saved, sort_keys=True, ensure_ascii=False), saved["model"]
+    return saved, text, f"{model['type'].lower()}-{len(model['vocab'])}-{zlib.crc32(text.encode()):08x}"
 
 
 def read_tokenizer(path):
     """tokenizer.json of Hugging Face -> Tokenizer: on tiktoken, five times as fast, where that gives the same ids."""
-    text = Path(path).read_text(encoding="utf-8")
-    saved = json.loads(text)
-    saved.update(padding=None, truncation=None)
-    canonical = json.dumps(saved, sort_keys=True, ensure_ascii=False)
+    saved, text, name = canonical(path)
     special = {t["content"]: t["id"] for t in saved["added_tokens"] if t["special"]}
     added = {t["content"]: t["id"] for t in saved["added_tokens"] if not t["special"]}
     first, last = document_ends(saved.get("post_processor"), special | added)
     end = end_of_text(path, special | added, first)
-    name = tokenizer_name(path)
     ends = dict(first=first, last=last, end_of_text=end)
     wrapped = fast = None
     if parts := byte_level(saved, special | added):
         fast = Tokenizer(name, special | added, **parts, added=list(added), **ends)
     try:
-        wrapped = Tokenizer(name, special | added, hf=canonical, added=list(added), **ends)
+        wrapped = Tokenizer(name, special | added, hf=text, added=list(added), **ends)
     except UserError:
         if not fast:
             raise

@@ -827,6 +827,13 @@ class MLP(nn.Module):
         return self.down(F.silu(gate) * up)
 
 
+class Router(nn.Linear):
+    """Logits of the experts in at least fp32. A module of its own, so that FSDP does not cast it to bf16."""
+
+    def forward(self, x):
+        return exact_linear(x, self.weight.to(at_least_fp32(x.dtype)))
+
+
 class MoE(nn.Module):
     """Mixture of experts: each token passes through its choice of n_expert_active of n_expert SwiGLUs; none is dropped.
 
@@ -838,14 +845,14 @@ class MoE(nn.Module):
         super().__init__()
         self.k, E = cfg.n_expert_active, cfg.n_expert
         self.gain = nn.Parameter(torch.empty(cfg.n_embd))
-        self.router = nn.Linear(cfg.n_embd, E, bias=False)
+        self.router = Router(cfg.n_embd, E, bias=False)
         self.up = nn.Linear(cfg.n_embd, E * 2 * cfg.n_ffn, bias=False)  # the experts' matrices, one below the other
         self.down = nn.Linear(cfg.n_ffn, E * cfg.n_embd, bias=False)
         self.register_buffer("bias", torch.zeros(E))  # train.py moves it against the load, after each step (2408.15664)
 
     def forward(self, h, _, rope, cache=None):
-        x = (h * self.gain).flatten(0, 1)
-        logits = exact_linear(x, self.router.weight.to(at_least_fp32(x.dtype)))  # (N, E)
+        x = (h.to(at_least_fp32(h.dtype)) * self.gain).flatten(0, 1)
+        logits = self.router(x)  # (N, E)
         chosen = (logits.detach().sigmoid() + self.bias).topk(self.k).indices
         weight = F.logsigmoid(logits.gather(1, chosen)).softmax(-1)  # score / sum of score, but never 0 / 0
         self.load = torch.zeros_like(logits, dtype=torch.long).scatter_(1, chosen, 1).sum(0)  # set: remat repeats it

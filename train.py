@@ -224,7 +224,7 @@ def take_shape(values, last):
     """Settings completed by the shape of the model that the run starts from; one that contradicts it is an error."""
     source = str(last) if values.get("resume") and last.exists() else values["init_from"]  # which may be gone by then
     if hub.is_model(source):
-        old = hub.read_config(hub.locate(source))
+        old = hub.read_config(hub.locate(source, ("config.json",)))  # its weights are not needed for a plan
     else:
         old = load_checkpoint(find_checkpoint(source), mmap=True)["cfg"]
     for key in hub.SHAPE:
@@ -572,18 +572,17 @@ def evaluate(model, tokens, batch, device, dtype, limit=None, rank=0, world=1, s
 
     Every token but the first is predicted once, from at most seq_len before it. With a limit below the split's size,
     `limit` of them, in windows that are spread evenly over the split: the same ones each time. Batches are dealt out to
-    the ranks. All batches have one shape, with targets of -1 (not counted) behind the last token. As soon as `stop()`
-    is true on one of the ranks the result is (None, 0). A sharded model runs equally often on every rank.
+    the ranks, to each as many, for all of them gather shards. All have one shape, with targets of -1 (not counted)
+    behind the last token. As soon as `stop()` is true on one of the ranks the result is (None, 0).
     """
     T, n = tokens.seq_len, tokens.total - 1 if limit is None else min(limit, tokens.total - 1)
     windows, all_windows = -(-n // T), -(-(tokens.total - 1) // T)
     batch = min(batch, windows)
     nll, count = 0.0, 0
-    together = is_sharded(model)
-    for first in range(0 if together else rank * batch, windows, world * batch):
-        if sum_over_ranks([float(stop())], device)[0] if together else stop():
+    for first in range(0, windows, world * batch):
+        if sum_over_ranks([float(stop())], device)[0]:
             break
-        first += rank * batch * together
+        first += rank * batch
         x, y = np.zeros((batch, T), np.int64), np.full((batch, T), -1)
         for row, i in enumerate(range(first, min(first + batch, windows))):
             size = min(T, n - i * T)
@@ -704,14 +703,17 @@ def build_sharded(cfg, t, device, dtype):
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor import Shard
     world, local = dist.get_world_size(), processes_per_machine()
-    if t.optimizer == "muon" and cfg.n_embd % local:
-        raise UserError(f"optimizer=muon with parallel=fsdp: n_embd={cfg.n_embd} does not divide by {local} processes")
+    for name, n in (("n_embd", cfg.n_embd), ("n_ffn", cfg.n_ffn), ("n_head * head_dim", cfg.n_head * cfg.head_dim)):
+        if t.optimizer == "muon" and n % local:
+            raise UserError(f"optimizer=muon with parallel=fsdp: {name}={n} does not divide by {local} processes")
     shape, names = ((local,), ("shard",)) if world == local else ((world // local, local), ("replicate", "shard"))
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     model = build(cfg, "meta").to(torch.float64 if dtype == torch.float64 else None)
     policy = MixedPrecisionPolicy(dtype if dtype == torch.bfloat16 else None, at_least_fp32(dtype), None, False)
     # columns, so that q, k and v, and gate and up, can be told apart in a shard
     columns = (lambda p: Shard(1) if p.dim() == 2 else None) if t.optimizer == "muon" else None
+    for moe in model.experts:  # experts are chosen in full precision
+        fully_shard(moe.router, mesh=mesh)
     for sublayer in model.sublayers:
         fully_shard(sublayer, mesh=mesh, mp_policy=policy, shard_placement_fn=columns)
     fully_shard(model, mesh=mesh)
@@ -813,6 +815,7 @@ def show_estimate(cfg, t):
     from study import estimate
     try:
         require_choice("gpu", t.gpu, estimate.GPUS)
+        require(t.dtype in ("auto", "bfloat16"), f"dtype={t.dtype}: the estimate is for bfloat16; leave dtype out")
     except ValueError as e:
         raise UserError(str(e)) from None
     meta = None if cfg.vocab_size else read_meta(t.data_dir)
@@ -1184,9 +1187,11 @@ def describe_run(cfg, t):
         with open(out / "config.tmp", "w", encoding="utf-8") as f:
             f.write(to_toml(cfg, t))
         os.replace(out / "config.tmp", out / "config.toml")
-        (out / "source").mkdir(exist_ok=True)
-        for path in (p for p in here.glob("*.py") if p.is_file() and here != (out / "source").resolve()):
-            shutil.copy(path, out / "source")
+        for path in (*here.glob("*.py"), here / "study/estimate.py"):
+            if path.is_file() and here != (out / "source").resolve():
+                copy = out / "source" / path.relative_to(here)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(path, copy)
         with open(out / "environment.txt", "a", encoding="utf-8") as f:
             f.write(f"command: {shlex.join(sys.argv)}\ncommit: {commit()}\n"
                     f"python: {sys.version}\ntorch: {torch.__version__}\n"
@@ -1302,7 +1307,8 @@ def evaluation_due(t, done):
 
 class StopSignal:
     """Ctrl-C, SIGTERM, a closed terminal and a scheduler's warning (SIGUSR1, SIGUSR2) end the run after the step at
-    hand; a second Ctrl-C at once. What was ignored at the start (nohup, a job behind &) stays ignored."""
+    hand; a second Ctrl-C at once. What was ignored at the start (nohup, a job behind &) stays ignored. torchrun passes
+    on what its --signals-to-handle names, and dies of the rest."""
     names = "SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"
 
     def __init__(self):

@@ -105,14 +105,15 @@ def flops_per_token(cfg):
     return flops / cfg.seq_len + 3 * meter.flops / 8
 
 
-def memory(cfg, gpus, sharded, micro_batch):
-    """Bytes on each GPU: (states, gathered by FSDP, {remat: (fixed rest, per sequence)})."""
+def memory(cfg, shards, micro_batch, muon=False):
+    """(parameters, bytes on each GPU: states, gathered by FSDP, {remat: (fixed rest, per sequence)})."""
     with torch.device("meta"):
         model = GPT(cfg)
     n = model.count()["total"]
     unit = max(sum(p.numel() for p in s.parameters()) for s in model.sublayers)
-    root = n - sum(p.numel() for p in model.sublayers.parameters())
-    states = 16 * n / (gpus if sharded else 1)  # fp32 weight, gradient and two moments
+    root, sharded = n - sum(p.numel() for p in model.sublayers.parameters()), shards > 1
+    of_muon = sum(p.numel() for name, p in model.sublayers.named_parameters() if p.dim() == 2 and "router" not in name)
+    states = (16 * n - 4 * of_muon * muon) / shards  # fp32 weight, gradient and two moments, with Muon one
     gathered = 8 * root + 3 * 2 * unit + 4 * unit if sharded else 0  # root whole with its gradient; units in flight
     rest = {}
     # sequences of eight times a prime, near the real ones: the storages that are a multiple of it grow with the batch
@@ -122,16 +123,17 @@ def memory(cfg, gpus, sharded, micro_batch):
     for remat in (False, True):
         _, peak, grown = measure(replace(cfg, remat=remat, seq_len=8 * unit), micro_batch, sharded, unit=unit)
         rest[remat] = peak - grown, grown / micro_batch * cfg.seq_len / (8 * unit)
-    return states, gathered, rest
+    return n, states, gathered, rest
 
 
 def estimate(cfg, t, say=print):
     """Print the table, a line for every mode."""
     tflops, size = GPUS[t.gpu]
-    sharded = t.parallel == "fsdp" and t.gpus > 1
+    shards = min(t.gpus, 8) if t.parallel == "fsdp" else 1  # within a machine, which has eight GPUs at most
     tokens = t.max_steps * t.tokens_per_step
-    say(f"{t.gpus} x {t.gpu} ({size} GB, {tflops} TFLOP/s in bf16), parallel={t.parallel}, micro_batch={t.micro_batch}"
-        f", seq_len={cfg.seq_len}; {tokens:,} tokens; hours at an MFU of {t.mfu:.0%} (an assumption: --mfu)")
+    say(f"{t.gpus} x {t.gpu} ({size} GB, {tflops} TFLOP/s in bf16), parallel={t.parallel}"
+        f"{f' ({shards} shards)' * (shards > 1)}, micro_batch={t.micro_batch}, seq_len={cfg.seq_len}; {tokens:,} tokens"
+        f"; hours at an MFU of {t.mfu:.0%} (an assumption: --mfu)")
     say(f"{'':18} parameters  GFLOP/token  hours | GB on each GPU: states gathered fixed activations  total | largest "
         "micro-batch, with remat")
     for mode, row in RESIDUAL_MODES.items():
@@ -139,12 +141,11 @@ def estimate(cfg, t, say=print):
         try:
             of = replace(cfg, residual_mode=mode, route_impl="auto" if cfg.route_impl == "fused" else cfg.route_impl,
                          **knobs)
+            flops, (n, states, gathered, rest) = flops_per_token(of), memory(
+                of, shards, t.micro_batch, t.optimizer == "muon")
         except ValueError as e:
             say(f"{mode:18} {e}")
             continue
-        flops, (states, gathered, rest) = flops_per_token(of), memory(of, t.gpus, sharded, t.micro_batch)
-        with torch.device("meta"):
-            n = GPT(of).count()["total"]
         gb, base, (fixed, each) = 1e9, states + gathered, rest[cfg.remat]
         largest = [max(0, math.floor((0.94 * size * gb - base - more) / each)) for more, each in rest.values()]
         hours = tokens * flops / (t.gpus * tflops * 1e12 * t.mfu) / 3600

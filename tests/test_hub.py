@@ -350,7 +350,7 @@ def test_the_shape_comes_from_the_checkpoint_and_a_contradiction_is_an_error(dat
 def test_data_of_another_tokenizer_than_the_models_is_refused(data, tmp_path, capsys):
     own(tmp_path / "hf", **BYTES)
     (tmp_path / "hf/tokenizer.json").write_text(json.dumps(dict(model=dict(type="BPE", vocab=dict(a=0)))))
-    name = hub.tokenizer_name(tmp_path / "hf/tokenizer.json")
+    name = hub.canonical(tmp_path / "hf/tokenizer.json")[2]
     assert name.startswith("bpe-1-")
     with pytest.raises(UserError, match=f"is of the tokenizer bytes, but .*hf was trained on {name}"):
         start(data, tmp_path / "run", tmp_path / "hf")
@@ -608,6 +608,27 @@ def test_two_runs_are_compared_item_by_item(tmp_path, capsys):
         assert re.search(message, capsys.readouterr().err)
 
 
+def test_items_without_a_score_of_their_own_are_not_compared(tmp_path, capsys):
+    """MCC and BLEU keep what all items together are scored by; of perplexities the log-likelihood of a text is kept."""
+    a, b = tmp_path / "a", tmp_path / "b"
+    for run, right in ((a, 1), (b, 0)):
+        results = harness_results([1] * 8, "cola", "mcc")
+        for i, sample in enumerate(results["samples"]["cola"]):
+            sample["mcc"] = (i % 2, i % 2 if right else 1 - i % 2)
+        hub.write_results(results, run)
+        results = harness_results([1.0] * 8, "wiki", "byte_perplexity")
+        for sample in results["samples"]["wiki"]:
+            sample["byte_perplexity"] = (-90.0 - 10 * right, 77)
+        hub.write_results(results, run)
+    rows = hub.compare(a, b)
+    assert rows[0] == dict(task="cola", n=8) and rows[1]["metric"] == "loglikelihood" and rows[1]["difference"] == 10
+    evaluation.main(["--compare", str(a), str(b)])
+    assert "cola  not compared: its items have no score of their own  n 8\n" in capsys.readouterr().out
+    (b / "tasks/cola.jsonl").write_text("")
+    with pytest.raises(UserError, match="cola.jsonl cannot be read .no items.: run eval.py --tasks again"):
+        hub.compare(a, b)
+
+
 def local_tasks(folder):
     """Benchmarks of 24 four-choice items, 8 texts and 6 generations, without network."""
     folder.mkdir()
@@ -796,7 +817,7 @@ RECIPES = {  # config: the shape of the model it starts from, parameters in mill
 def test_the_papers_recipes_fit_their_models(name, monkeypatch):
     shape, millions, processes, billions = RECIPES[name]
     asked = []
-    monkeypatch.setattr(hub, "locate", lambda name: asked.append(name) or name)
+    monkeypatch.setattr(hub, "locate", lambda name, files: asked.append((name, files)) or name)
     monkeypatch.setattr(hub, "read_config", lambda folder: GPTConfig(**shape))
     cfg, t = train.load_config([str(HERE / f"configs/{name}.toml")])
     assert asked == [t.init_from] and train.check_batch(cfg, t, processes)

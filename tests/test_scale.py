@@ -217,8 +217,21 @@ def run(argv):
 cfg, t = train.load_config(failing)
 train.start_processes(train.torch.device("cpu"))
 cfg = train.open_data(cfg, t)[0]
+cpu = train.torch.device("cpu")
+try:
+    train.build_sharded(train.replace(cfg, n_ffn=33), train.replace(t, optimizer="muon"), cpu, train.torch.float32)
+except train.UserError as e:
+    found["odd"] = str(e)
+sparse = train.replace(cfg, n_expert=4, n_expert_active=2)
+model = train.fill(train.build_sharded(sparse, t, cpu, train.torch.bfloat16), cpu, t.seed)
+whole = model.experts[0].router.weight.full_tensor()
+model.experts[0].router.register_forward_hook(
+    lambda module, args, out: found.update(router=((args[0].double() @ whole.double().t() - out).abs().max()
+                                                   / out.abs().max()).item()))
+with train.autocast(cpu, train.torch.bfloat16):
+    model(train.torch.arange(64).view(2, 32))
 for kind in "float32", "float64":
-    cpu, dtype = train.torch.device("cpu"), getattr(train.torch, kind)
+    dtype = getattr(train.torch, kind)
     model = train.fill(train.build_sharded(cfg, t, cpu, dtype), cpu, t.seed)
     found[kind] = train.weights_checksum(model)
 
@@ -262,6 +275,9 @@ def test_shards_save_before_a_failing_log_ends_the_run_and_are_those_of_one_mode
         cfg = train.open_data(*train.load_config(flags(data, "", **settings)))[0]
         model = train.fill(train.build(cfg, "meta").to(getattr(torch, kind)), torch.device("cpu"), 1)
         assert zero.pop(kind) == one.pop(kind) == train.weights_checksum(model)
+    message = "optimizer=muon with parallel=fsdp: n_ffn=33 does not divide by 2 processes"
+    assert zero.pop("odd") == one.pop("odd") == message
+    assert zero.pop("router") < 1e-6 and one.pop("router") < 1e-6  # in bf16 it is 1e-3
     assert zero.pop("failing").endswith("log.csv (No space left on device); the model of step 3 is saved")
     assert one.pop("failing") == "rank 0 cannot write its log"
     assert torch.load(tmp_path / "failing/last.pt", weights_only=True)["step"] == 3
@@ -478,7 +494,7 @@ def test_tensors_without_content_need_the_bytes_of_real_ones(mode, remat):
                                            pytest.param("dar_block", True, marks=pytest.mark.slow)])
 def test_one_pass_tells_what_grows_with_the_batch(mode, sharded):
     cfg = GPTConfig(vocab_size=30_000, n_layer=2, n_head=4, n_kv_head=2, n_embd=512, seq_len=1024, residual_mode=mode)
-    states, gathered, rest = estimate.memory(cfg, 2, sharded, 6)
+    _, states, gathered, rest = estimate.memory(cfg, 1 + sharded, 6)
     for remat, batch in ((False, 6), (False, 8), (True, 8)):  # whose loss has eight chunks
         fixed, each = rest[remat]
         peak = estimate.measure(GPTConfig(**vars(cfg) | dict(remat=remat)), batch, sharded)[1]
@@ -505,6 +521,30 @@ def test_operations_of_standard_are_counted_as_everybody_counts_them():
     assert 0 < routed - estimate.flops_per_token(cfg) - 12 * 32 * (2 + 3 + 4 + 5) < 0.2 * routed
 
 
+def test_an_estimate_knows_the_engine_and_the_optimizer():
+    cfg = GPTConfig(vocab_size=600, n_layer=2, n_head=2, n_embd=32, seq_len=32)
+    n, states, gathered, _ = estimate.memory(cfg, 1, 2)
+    assert states == 16 * n and gathered == 0
+    matrices = sum(p.numel() for name, p in train.build(cfg).named_parameters() if p.dim() == 2 and "sub" in name)
+    assert estimate.memory(cfg, 4, 2, muon=True)[1] == (16 * n - 4 * matrices) / 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpus, parallel, gb", [(1, "fsdp", 1), (8, "fsdp", 8), (32, "fsdp", 8), (32, "ddp", 1)])
+def test_an_estimate_goes_on_behind_a_mode_that_cannot_be(gpus, parallel, gb, capsys, monkeypatch):
+    """And shards within a machine, as training does."""
+    modes = {m: row for m, row in model_file.RESIDUAL_MODES.items() if m in ("dar_block", "standard", "attnres_block")}
+    monkeypatch.setattr(estimate, "RESIDUAL_MODES", modes)
+    train.main(["--estimate=true", f"--gpus={gpus}", f"--parallel={parallel}", "--vocab_size=600", "--n_layer=1",
+                "--n_head=8", "--n_embd=1024", "--seq_len=32", "--residual_mode=attnres_block", "--depth_block=1"])
+    out = capsys.readouterr().out
+    assert "\ndar_block " in out and "depth_block=1: both histories" in out.split("\ndar_block ")[1].split("\n")[0]
+    line = out.split("\nstandard ")[1].split("\n")[0].split()
+    n = float(line[0].removesuffix("M")) * 1e6
+    assert float(line[4]) == pytest.approx(16 * n / gb / 1e9, abs=0.06)
+    assert (f"({gb} shards)" in out) == (gb > 1)
+
+
 @pytest.mark.slow
 def test_an_estimate_has_a_line_for_every_mode_and_trains_nothing(tmp_path, capsys, monkeypatch):
     modes = {m: row for m, row in model_file.RESIDUAL_MODES.items() if m in ("standard", "rd", "mhc")}
@@ -516,3 +556,6 @@ def test_an_estimate_has_a_line_for_every_mode_and_trains_nothing(tmp_path, caps
     with pytest.raises(SystemExit):
         train.main(["--estimate=true", "--gpu=H1000", "--vocab_size=600"])
     assert "gpu=H1000 is unknown, did you mean H100?" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        train.main(["--estimate=true", "--dtype=float32", "--vocab_size=600"])
+    assert "dtype=float32: the estimate is for bfloat16; leave dtype out" in capsys.readouterr().err

@@ -301,7 +301,8 @@ def test_log_has_what_it_promises(data, tmp_path, capsys):
     stream = train.Tokens(data, "train", 32, 257)
     import zlib
     assert rows[0]["crc"] == f"{zlib.crc32(stream.order(1, 0, 8).astype('<u8').tobytes(), stream.crc):08x}"
-    assert (tmp_path / "a/source/model.py").read_text() == (HERE / "model.py").read_text()
+    for name in ("model.py", "study/estimate.py"):
+        assert (tmp_path / "a/source" / name).read_text() == (HERE / name).read_text()
 
 
 @pytest.mark.parametrize("mode", MODES)

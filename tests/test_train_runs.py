@@ -13,7 +13,7 @@ import torch
 
 import train
 from helpers import HERE, measured, same_weights, shard
-from launch import run_script
+from launch import run_script, started
 from prepare_fineweb import UserError
 
 TORCHRUN = dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
@@ -276,6 +276,21 @@ def test_a_stop_does_not_wait_for_the_end_of_an_evaluation(step, shards, tmp_pat
     assert saved["step"] == step and saved["owed"]
     run(shards, tmp_path / "a", resume="true", micro_batch=1)
     assert same_run(tmp_path / "a", tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_torchrun_passes_a_schedulers_warning_on_with_the_options_of_the_documentation(shards, tmp_path):
+    text = (HERE / "configs/README.md").read_text(encoding="utf-8")
+    options = re.findall(r"--(?:signals-to-handle|shutdown-timeout)=\S+", text[text.index("#SBATCH"):])
+    assert len(options) == 2
+    with started("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=3", *options,
+                 HERE / "train.py", *flags(shards, tmp_path / "a", resume="true", max_steps=10**6, save_every=0,
+                                           eval_every=0), fresh=True) as launch:
+        launch.wait(text="step:3/")
+        launch.send(signal.SIGUSR1)
+        assert launch.wait() and "all is saved" in launch.read("out"), launch.said
+    last = (tmp_path / "a/log.csv").read_text().split()[-1].split(",")[0]
+    assert torch.load(tmp_path / "a/last.pt", weights_only=True)["step"] == int(last) >= 3
 
 
 def test_stop_after_ends_a_part_of_the_run_with_the_schedule_of_the_whole(shards, tmp_path, capsys):
