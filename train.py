@@ -953,6 +953,7 @@ def train(cfg, t):
             if signalled and (done < end or owed):
                 say(f"stopped by a signal after step {done}, all is saved; go on with: {again(t, world)}")
                 sys.exit(128 + (stop.number or signal.SIGTERM))
+    stop.release()
     if end < t.max_steps:
         return say(f"stopped after step {end} of {t.max_steps} as asked, all is saved; go on with: {again(t, world)}")
     found = f", best val loss {best:.4f}" if best < math.inf else ""
@@ -1312,10 +1313,14 @@ class StopSignal:
     names = "SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"
 
     def __init__(self):
-        self.number = 0
+        self.number, self.before = 0, {}
         for number in (getattr(signal, name) for name in self.names):
             if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self.handle)
+                self.before[number] = signal.signal(number, self.handle)
+
+    def release(self):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
 
     def handle(self, number, _):
         if number == self.number == signal.SIGINT:

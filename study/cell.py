@@ -10,6 +10,7 @@ import platform
 import shutil
 import sys
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 
 from eval import js, load_model
 from train import (GPT, Tokens, UserError, autocast, choose_device, choose_dtype, commit, evaluate, guard,
-                   load_checkpoint, load_config, train)
+                   load_checkpoint, load_config, open_data, train)
 
 DECAY = 0.2  # share of a budget in which the learning rate falls to min_lr
 
@@ -36,9 +37,25 @@ def configure(keys, **more):
     return load_config([f"--{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in (keys | more).items()])
 
 
+def check_same(keys, folder):
+    """The run that lies in a folder must be of these settings and data, or its losses are those of another study."""
+    if not (folder / "last.pt").exists():
+        return
+    cfg, t = configure(keys, out_dir=folder)
+    saved, now = load_checkpoint(folder / "last.pt", mmap=True), asdict(cfg) | asdict(t)
+    other = [k for k in keys if k not in ("data_dir", "prepare", "device", "save_every", "log_every") and
+             saved["config"].get(k) != now[k]]
+    other += ["the data"] * (saved["data"] != open_data(cfg, t)[3])
+    if other:
+        raise UserError(f"{folder} holds a run that differs in {', '.join(other)}: give other --runs and --out, or "
+                        f"delete {folder.parent}")
+
+
 def finish(keys, folder, steps):
     """Train one run of `steps` steps in folder/<steps>, from folder/trunk -> its row, but for what the study knows."""
     trunk, end, leave = folder / "trunk", folder / str(steps), branch_step(steps)
+    for part in (trunk, end):
+        check_same(keys, part)
     keys = keys | dict(schedule="wsd", max_steps=steps, decay_steps=steps - leave, resume=True)
     early = folder / f"routes-{steps}.json"  # after two thirds of the run
     if not (trunk / "last.pt").exists():  # whatever there is was cut short before its first save

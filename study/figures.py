@@ -8,63 +8,82 @@ import torch
 from eval import load_model, measure_routing, pyplot
 from study.plan import Cell, trials
 from study.stats import SAME
+from study.table import verdict_of
 from train import Tokens
 
 
 def draw(args, study, arms, rows, results, ngrams):
     tokens = {c.steps: int(r["tokens"]) for c, r in rows.items()}
-    colours = {name: f"C{i % 10}" if name != "standard" else "k" for i, name in enumerate(results)}
+    residuals = [n for n, arm in arms.items() if not arm.control]
+    colours = {name: f"C{residuals.index(name) % 10}" if name in residuals else "k" for name in arms}
     for function in (draw_difference, draw_tuning, draw_loss, draw_depth):
+        path = Path(args.out) / f"{function.__name__[5:]}.png"
         figure = function(pyplot(), args, study, arms, rows, results, ngrams, tokens, colours)
         if figure:
             figure.tight_layout()
-            figure.savefig(Path(args.out) / f"{function.__name__[5:]}.png", dpi=110)
+            figure.savefig(path, dpi=110)
             pyplot().close(figure)
 
 
 def millions(ax, tokens):
     ax.set(xscale="log", xlabel="training tokens of the finished run")
-    ax.set_xticks(tokens, [f"{x / 1e6:.2g}M" for x in tokens])
+    ax.set_xticks(tokens, [f"{x / 1e6:.1f}M" for x in tokens])
     ax.minorticks_off()
 
 
 def draw_difference(plt, args, study, arms, rows, results, ngrams, tokens, colours):
-    """Left: the difference at the main budget with its interval and verdict. Right: the difference by budget."""
+    """Left: the difference at the main budget with its interval and verdict, of residuals and below of controls. Right:
+    that of residuals by budget."""
     main = study.steps[-1]
-    shown = [n for n, r in results.items() if main in r["diffs"]]
-    if not shown:
+    groups = [[n for n, r in results.items() if main in r["diffs"] and r["control"] == control]
+              for control in (False, True)]
+    groups = [names for names in groups if names]
+    if not groups:
         return None
-    fig, (left, right) = plt.subplots(1, 2, figsize=(13, 1.5 + 0.42 * max(5, len(shown))), width_ratios=(4, 3))
-    for i, name in enumerate(reversed(shown)):
-        r, d = results[name], results[name]["diffs"][main]
-        low, high = d.interval()
-        solid = r["words"][:1] in (["gain"], ["worse"])
-        left.errorbar(d.mean, i, xerr=d.mean - low if d.n > 1 else None, color=colours[name], capsize=3, fmt="o",
-                      mfc=colours[name] if solid else "w")
-        at = [n for n in (*study.steps, study.long_steps) if n in r["diffs"]]
-        x = [tokens[n] * 1.03 ** (i - len(shown) / 2) for n in at]
-        line = right.errorbar(x, [r["diffs"][n].mean for n in at], color=colours[name], capsize=2, marker="o", ms=3,
-                              yerr=[0 if r["diffs"][n].n < 2 else r["diffs"][n].mean - r["diffs"][n].interval()[0]
-                                    for n in at], label=name)
-        line.lines[0].set_linewidth(1.5)
-    names = [f"{n}{'' if results[n]['base'] == 'standard' else ' − ' + results[n]['base']}\n"
-             f"{', '.join(results[n]['words']) or 'one pair'}" for n in reversed(shown)]
-    left.set_yticks(range(len(shown)), names, fontsize=8)
-    left.set(xlabel="loss minus that of the base (nats); left is better", title=f"after {tokens[main] / 1e6:.2g}M "
-             "tokens; 95 % intervals, filled where p < 0.05 after Holm")
-    left.axvspan(-SAME, SAME, color="0.9", zorder=0)
-    left.axvline(0, color="k", lw=0.8)
+    fig = plt.figure(figsize=(13, 1.9 + 0.5 * sum(map(len, groups)) + 0.8 * len(groups)))
+    grid = fig.add_gridspec(len(groups), 2, width_ratios=(4, 3), height_ratios=[1 + len(names) for names in groups])
+    for i, names in enumerate(groups):
+        title = (f"after {tokens[main] / 1e6:.1f}M tokens: loss minus that of the base, 95 % interval\n"
+                 f"(filled: p < 0.05, corrected for {study.planned} arms)")
+        title = "controls (p not corrected)" if results[names[0]]["control"] else title
+        draw_forest(fig.add_subplot(grid[i, 0]), study, results, names, colours, title)
+    right, shown = fig.add_subplot(grid[0, 1]), groups[0]
+    for i, name in enumerate(shown):
+        at = [(tokens[n] * 1.03 ** (i - len(shown) / 2), d) for n, d in results[name]["diffs"].items()]
+        right.plot([x for x, _ in at], [d.mean for _, d in at], color=colours[name], marker="o", ms=4, label=name)
+        for x, d in at:
+            if d.n > 1:
+                right.plot([x, x], d.interval(), color=colours[name], lw=1)
+            right.annotate(f" {d.n}", (x, d.mean), fontsize=6, color=colours[name])
     right.axhspan(-SAME, SAME, color="0.9", zorder=0)
     right.axhline(0, color="k", lw=0.8)
     millions(right, sorted({tokens[n] for name in shown for n in results[name]["diffs"]}))
-    means = [d.mean for name in shown for d in results[name]["diffs"].values()]
-    room = max(0.015, 0.4 * (max(means) - min(means)))
-    right.set(ylim=(min(0, *means) - room, max(0, *means) + room), title="the same at each budget; grey: ±0.01 nat")
-    right.legend(*(x[::-1] for x in right.get_legend_handles_labels()), fontsize=7, loc="upper left",
-                 bbox_to_anchor=(1, 1))
-    for ax in (left, right):
-        ax.title.set_fontsize(9)
+    ends = [y for name in shown for d in results[name]["diffs"].values() for y in (
+        d.interval() if d.n > 2 else (d.mean - SAME, d.mean + SAME))]  # intervals of two pairs may leave the picture
+    right.set_ylim(min(-0.015, 1.1 * min(ends)), max(0.015, 1.1 * max(ends)))
+    right.set_title("the same at each budget, with the number of pairs; grey: ±0.01 nat", fontsize=9)
+    right.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
     return fig
+
+
+def draw_forest(ax, study, results, names, colours, title):
+    labels = []
+    for i, name in enumerate(reversed(names)):
+        r, d = results[name], results[name]["diffs"][study.steps[-1]]
+        solid = r["words"][:1] in (["gain"], ["worse"])
+        ax.plot(d.mean, i, marker="o" if d.n > 1 else "x", color=colours[name], mfc=colours[name] if solid else "w")
+        if d.n > 1:
+            ax.plot(d.interval(), [i, i], color=colours[name], zorder=1)
+        base = "" if r["base"] == "standard" else f" − {r['base']}"
+        ax.annotate(f"{d.mean:+.3f}, {d.n} pair{'s' * (d.n > 1)}", (d.mean, i), fontsize=7, ha="center",
+                    xytext=(0, 6), textcoords="offset points")
+        labels.append(f"{name}{base}\n{verdict_of(study, r)}")
+    ax.set_yticks(range(len(names)), labels, fontsize=8)
+    ax.set_ylim(-0.6, len(names) - 0.3)
+    ax.axvspan(-SAME, SAME, color="0.9", zorder=0)
+    ax.axvline(0, color="k", lw=0.8)
+    ax.set_xlabel("nats per token; left is better", fontsize=8)
+    ax.set_title(title, fontsize=9)
 
 
 def draw_tuning(plt, args, study, arms, rows, results, ngrams, tokens, colours):
@@ -73,17 +92,23 @@ def draw_tuning(plt, args, study, arms, rows, results, ngrams, tokens, colours):
     if not done:
         return None
     width, height = min(4, len(done)), math.ceil(len(done) / 4)
-    fig, axes = plt.subplots(height, width, figsize=(3 * width, 2.3 * height), sharey=True, sharex=True, squeeze=False)
+    fig, axes = plt.subplots(height, width, figsize=(3 * width, 2.3 * height), sharex=True, squeeze=False)
     for ax, (name, found) in zip(axes.flat, done.items()):
+        top = min(found.values()) + 0.16  # the same span everywhere; what is above it is written at the edge
         plain = sorted((lr, loss) for (lr, mult), loss in found.items() if mult == 1)
         ax.plot(*zip(*plain), "o-", color="k", ms=3)
+        ax.set_ylim(top - 0.18, top + 0.01)
         for (lr, mult), loss in found.items():
             if mult != 1:
-                ax.plot(lr, loss, "s", ms=4, color="C1")
-                ax.annotate(f"router × {mult:g}", (lr, loss), fontsize=6, xytext=(4, 0), textcoords="offset points")
-        best = min(found, key=found.get)
-        ax.plot(best[0], found[best], "o", ms=9, mfc="none", color="C3")
-        ax.set_title(f"{name}, {len(found)} trials", fontsize=8)
+                ax.plot(lr, min(loss, top), "s" if loss < top else "^", ms=4, color="C1")
+            if mult != 1 or loss > top:
+                says = f"router × {mult:g}" * (mult != 1) + f" {loss:.2f}" * (loss > top)
+                ax.annotate(says, (lr, min(loss, top)), fontsize=6, xytext=(5, -2 if mult != 1 else -9),
+                            textcoords="offset points")
+        if len(found) >= study.trials:
+            best = min(found, key=found.get)
+            ax.plot(best[0], found[best], "o", ms=9, mfc="none", color="C3")
+        ax.set_title(f"{name}, {len(found)} of {study.trials} trials", fontsize=8)
         ax.set_xscale("log")
         rates = sorted({lr for mine in done.values() for lr, _ in mine})
         ax.set_xticks(rates, [f"{lr:g}" for lr in rates], rotation=90)
@@ -102,13 +127,15 @@ def draw_loss(plt, args, study, arms, rows, results, ngrams, tokens, colours):
         return None
     fig, ax = plt.subplots(figsize=(7, 4.5))
     for name, r in results.items():
-        ax.plot([tokens[n] for n in r["loss"]], list(r["loss"].values()), "o-", ms=4, color=colours[name], label=name)
+        control = r["control"] and r["base"]
+        ax.plot([tokens[n] for n in r["loss"]], list(r["loss"].values()), "o--" if control else "o-", ms=4, label=name,
+                color=colours[name], mfc="w" if control else colours[name])
     counted = [g for g in ngrams.values() if g.get("5-gram")]
-    for n in range(2, 6) if counted else ():
+    for n in (4, 5) if counted else ():
         y = [float(g[f"{n}-gram"]) for g in counted]
         ax.plot([int(g["tokens"]) for g in counted], y, ":", color="0.5", lw=1)
-        ax.annotate(f"{n}-gram counts", (int(counted[-1]["tokens"]), y[-1]), fontsize=7, color="0.4", ha="right",
-                    va="bottom")
+        ax.annotate(f"{n}-gram counts", (int(counted[0]["tokens"]), y[0]), fontsize=7, color="0.4",
+                    xytext=(4, 4), textcoords="offset points")
     millions(ax, sorted({tokens[n] for r in results.values() for n in r["loss"]}))
     ax.set_ylabel("val loss (nats per token)")
     ax.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
@@ -124,7 +151,8 @@ def draw_depth(plt, args, study, arms, rows, results, ngrams, tokens, colours):
         if not (folder / "last.pt").exists():
             continue
         model, saved, _ = load_model(folder, torch.device("cpu"), torch.float32)
-        if hasattr(model.residual, "query") and not hasattr(model.residual, "histories"):
+        if hasattr(model.residual, "query") and not hasattr(model.residual, "histories") and any(
+                Path(saved["config"]["data_dir"]).glob("*.bin")):
             data = Tokens(saved["config"]["data_dir"], "val", model.cfg.seq_len, model.cfg.vocab_size)
             routes = measure_routing(model, data.rows(range(min(32, data.windows))), 8, torch.device("cpu"),
                                      torch.float32)
@@ -133,17 +161,20 @@ def draw_depth(plt, args, study, arms, rows, results, ngrams, tokens, colours):
         return None
     fig, (left, right) = plt.subplots(1, 2, figsize=(12, 4.6))
     name, first = next((s for s in shown if s[0] == "attnres_block"), shown[0])
-    names = max((r["sources"] for r in first), key=len)
+    names = max((r["sources"] for r in reversed(first)), key=len)  # the last ones, as the head sees them
     table = [[w * len(r["weights"]) for w in r["weights"]] + [math.nan] * (len(names) - len(r["sources"]))
              for r in first]
+    left.set_facecolor("0.85")  # a source that is not there yet
     image = left.imshow(table, aspect="auto", vmin=0, vmax=2, cmap="RdBu_r")
     left.set_xticks(range(len(names)), names, rotation=90, fontsize=6)
     left.set_yticks(range(len(first)), [r["place"] for r in first], fontsize=6)
     left.set(xlabel="source", ylabel="site that reads", title=f"depth weights of {name}, seed 1")
     fig.colorbar(image, ax=left, label="mean weight × number of sources (1: even)", extend="max")
     for name, first in shown:
-        right.plot([r["site"] for r in first], [r["max"] * len(r["sources"]) for r in first], ".-", color=colours[name],
-                   label=name)
+        for kind, style in (("attn", ".-"), ("mlp", ".:")):
+            sites = [r for r in first if r["place"].startswith(kind)]
+            right.plot([r["site"] for r in sites], [r["max"] * len(r["sources"]) for r in sites], style,
+                       color=colours[name], label=f"{name}, {kind}")
     right.axhline(1, color="k", lw=0.8, ls=":")
     right.set(xlabel="site (sublayer that reads)", ylabel="largest weight × number of sources (1: even)",
               title="how sharply a site reads")

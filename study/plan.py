@@ -10,6 +10,7 @@ import tomllib
 import zlib
 from typing import NamedTuple
 
+from model import RESIDUAL_MODES
 from prepare_fineweb import UserError, first_line
 from study.cell import branch_step, configure
 
@@ -36,6 +37,9 @@ class Arm(NamedTuple):
     group: int  # arms of a lower group are trained first
     base: str  # arm that it is compared with
     routed: bool  # whether its residual has parameters, whose learning rate is tuned too
+    control: bool  # without routes, or from the papers' start: not one of those that Holm corrects for
+    long: bool  # whether it may be one of the two with the longest budget
+    blocks: bool  # whether it reads depth blocks of a size that can be chosen, as static weights do
     settings: str  # checksum of what all its rows share
 
 
@@ -50,6 +54,7 @@ class Study:
     trials: int = 0  # of each arm at the first budget; 0: nothing is tuned
     papers: str = ""  # suffix of the arms with the papers' start: what an arm gains there, beside its gain elsewhere
     static: str = ""  # arm with static weights over depth
+    planned: int = 0  # comparisons of the whole configuration that Holm corrects for, counted here
 
 
 def read_config(path, args):
@@ -60,20 +65,29 @@ def read_config(path, args):
     except (OSError, ValueError) as e:
         raise UserError(f"cannot read {path}: {first_line(e)}") from None
     table, tables, claims = (content.pop(k, d) for k, d in (("study", {}), ("arm", {}), ("claim", [])))
-    kinds = {f.name: f.type for f in dataclasses.fields(Study)}
+    kinds = {f.name: f.type for f in dataclasses.fields(Study) if f.name != "planned"}
     steps = table["steps"] = table.get("steps", [])
     if set(table) - set(kinds) or any(type(v) is not kinds[k] for k, v in table.items()):
         raise UserError(f"{path}: [study] knows " + ", ".join(f"{k} ({v.__name__})" for k, v in kinds.items()))
     if not steps or any(type(n) is not int or n < 3 for n in steps) or sorted(set(steps)) != steps:
         raise UserError(f"{path}: [study] needs steps = [...], the lengths of its runs, ascending and at least 3")
     study = Study(**table)
-    study.seeds = args.seeds or study.seeds
+    if not 0 <= study.trials < 8:
+        raise UserError(f"{path}: [study] has trials = {study.trials}, and must have 0 (nothing is tuned) to 7")
+    full, study.seeds = study.seeds, args.seeds or study.seeds
+
+    def is_control(name, keys):
+        mode = keys.get("residual_mode", name)
+        return mode == "standard" or bool(study.papers) and name.endswith(study.papers)
+    planned = {name for name, keys in tables.items() if not is_control(name, keys)}
     if args.modes:
         picked = {}
         for text in ["standard", *args.modes.split(",")]:
             mode, *knobs = text.split(":")
-            own = {"residual_mode": mode} | dict(k.split("=", 1) for k in knobs if "=" in k)
-            picked[text] = tables.get(text, own)
+            for knob in knobs:
+                if "=" not in knob or knob.split("=")[0] in ("seeds", "group", "base", "residual_mode"):
+                    raise UserError(f"--modes: {knob!r} of {text} is no knob: mhar:route_heads=4")
+            picked[text] = tables.get(text, {"residual_mode": mode} | dict(k.split("=", 1) for k in knobs))
         picked |= {base: tables[base] for p in picked.values() if (base := p.get("base")) in tables}
         tables = picked
     if "standard" not in tables:
@@ -91,8 +105,11 @@ def read_config(path, args):
         same = {k: v for k, v in (dataclasses.asdict(cfg) | dataclasses.asdict(t)).items() if k in keys and k not in (
             "data_dir", "prepare", "out_dir", "lr", "seed", "device", "log_every", "save_every")}
         settings = f"{zlib.crc32(json.dumps(same, sort_keys=True).encode()):08x}"
-        router = cfg.residual_mode != "standard"
-        arms[name] = Arm(keys, args.seeds or seeds, group, base, router, settings)
+        routed, control = cfg.residual_mode != "standard", is_control(name, keys)
+        long = bool(study.long_steps) and routed and not control and (seeds, base) == (full, "standard")
+        blocks = "depth_block" in RESIDUAL_MODES[cfg.residual_mode].knobs
+        arms[name] = Arm(keys, args.seeds or seeds, group, base, routed, control, long, blocks, settings)
+    study.planned = len(planned | {name for name, arm in arms.items() if not arm.control})
     for name, arm in arms.items():
         if arm.base not in arms:
             raise UserError(f"{path}: arm {name} is compared with {arm.base!r}, which is not among the arms")
@@ -136,17 +153,11 @@ def tuned(study, arms, rows, name):
     return min(done, key=done.get) if len(done) >= study.trials else None
 
 
-def long_arms(study, arms):
-    """Arms of which the two best have the longest budget: all seeds, a sound start, routes."""
-    return [name for name, arm in arms.items()
-            if study.long_steps and arm.routed and (arm.seeds, arm.base) == (study.seeds, "standard")]
-
-
 def wanted(study, arms, rows):
     """Cells that are not done, the most useful first. By group the trials, then each budget seed by seed; when the arms
     with all seeds are done, the longest budget for `standard` and the two best of them. A cell waits for the trials of
     its arm and for the shorter budgets of its trunk."""
-    out, long = [], long_arms(study, arms)
+    out, long = [], [name for name, arm in arms.items() if arm.long]
     for group in sorted({a.group for a in arms.values()}):
         mine = {n: a for n, a in arms.items() if a.group == group}
         for name, arm in mine.items():
@@ -168,21 +179,14 @@ def wanted(study, arms, rows):
 
 
 def left_to_train(study, arms, rows):
-    """{arm: (runs, steps) that are missing}; those of the longest budget are counted under `standard`."""
-    left = {}
-    for name, arm in arms.items():
-        runs = max(0, study.trials - len(trials(study, rows, name)))
-        steps, rate = runs * study.steps[0], tuned(study, arms, rows, name)
-        for seed in range(1, arm.seeds + 1):
-            for before, end in zip((0, *map(branch_step, study.steps)), study.steps):
-                if not rate or Cell(name, seed, end, *rate) not in rows:
-                    runs, steps = runs + 1, steps + end - before
-        if name == "standard" and study.long_steps:
-            long = (1 + min(2, len(long_arms(study, arms)))) * study.long_seeds
-            long -= sum(c.steps == study.long_steps for c in rows)
-            runs, steps = runs + long, steps + long * (study.long_steps - branch_step(study.steps[-1]))
-        if runs:
-            left[name] = runs, steps
+    """{arm: (runs, steps) that are missing}, by going through them; a longer run goes on where a shorter one left."""
+    left, rows = {}, dict(rows)
+    while cells := wanted(study, arms, rows):
+        for c in cells:
+            before = [branch_step(o.steps) for o in rows if o.trunk == c.trunk and o.steps < c.steps]
+            runs, steps = left.get(c.arm, (0, 0))
+            left[c.arm] = runs + 1, steps + c.steps - max(before, default=0)
+            rows[c] = {"loss": "0"}
     return left
 
 
@@ -210,22 +214,28 @@ def read_rows(path):
     """{cell: row} of rows.csv; its row has all columns as text."""
     if not path.exists():
         return {}
+    rows, lengths, line = {}, [], 1
     try:
-        rows = {}
         with open(path, newline="", encoding="utf-8") as f:
             for r in csv.DictReader(f):
+                line += 1
                 if set(r) != set(COLUMNS) or None in r.values():
                     raise ValueError(f"its columns must be {', '.join(COLUMNS)}, and every row must have all")
                 cell = Cell(r["arm"], int(r["seed"]), int(r["steps"]), float(r["lr"]), float(r["route_lr_mult"]))
-                numbers = [*cell[1:], float(r["loss"]), int(r["tokens"]), int(r["added"] or 0), float(r["test"] or 0),
+                numbers = [*cell[1:], float(r["loss"]), int(r["tokens"]), int(r["added"]), float(r["test"] or 0),
                            float(r["moved"] or 0)]
                 if not all(map(math.isfinite, numbers)) or min(cell.steps, cell.lr, int(r["tokens"])) <= 0:
                     raise ValueError(f"{cell.trunk}: loss {r['loss']}, tokens {r['tokens']}")
-                documents(r)
+                lengths = lengths or [n for n, _ in documents(r)]
+                if r["documents"] and [n for n, _ in documents(r)] != lengths:
+                    raise ValueError("its documents have other lengths than those above")
+                if cell in rows:
+                    raise ValueError(f"{cell.trunk} of {cell.steps} steps is there twice")
                 rows[cell] = r
         return rows
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, csv.Error) as e:
-        raise UserError(f"{path} is damaged ({first_line(e)}): mend or delete it") from None
+        raise UserError(f"{path} is damaged (line {line}: {first_line(e)}): mend it, or give other --out and "
+                        "--runs") from None
 
 
 def write_rows(path, rows):

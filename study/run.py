@@ -15,6 +15,7 @@ import csv
 import dataclasses
 import json
 import os
+import shlex
 import signal
 import statistics
 import subprocess
@@ -28,11 +29,10 @@ import torch
 from eval import ngram_losses
 from model import GPT
 from prepare_fineweb import Parser, UserError, lock_folder
-from study import stats
 from study.bench import Clock, kept_bytes
 from study.cell import configure, machine, split_losses
 from study.plan import COLUMNS, left_to_train, read_config, read_rows, wanted, write_rows
-from study.table import compare, markdown, so_far, text_table
+from study.table import compare, markdown, origin, sentences, so_far, text_table
 from train import autocast, choose_device, choose_dtype, guard, launched, open_data, prepare_data
 
 
@@ -57,6 +57,8 @@ def parse_args(argv):
     args.jobs = args.jobs or torch.cuda.device_count() or min(2, os.cpu_count())
     args.runs = args.runs or f"runs/study-{Path(args.config).stem}"
     args.out = args.out or args.runs
+    args.again = shlex.join([args.config, *(f"--{key}={value}" for key in ("modes", "seeds", "data_dir", "out") if (
+        value := getattr(args, key)) and (key != "out" or value != args.runs))])
     return args
 
 
@@ -167,13 +169,15 @@ def measure_speed(args, arms, vocab_size):
     steps, kept, table = {}, {}, []
     for name, arm in arms.items():
         cfg, t = configure(arm.keys)
+        if t.optimizer != "adamw":  # whose own time is not measured here
+            continue
         device = choose_device(t.device)[0]
         model = GPT(dataclasses.replace(cfg, vocab_size=vocab_size)).to(device)
         idx = torch.zeros(t.micro_batch, cfg.seq_len, dtype=torch.long, device=device)
         kept[name] = kept_bytes(model, idx, contextlib.nullcontext)
         steps[name] = lambda model=model, idx=idx: model(idx, idx)[1].backward()
     times = Clock(device).rounds(steps, 0, 9)
-    for name in arms:
+    for name in steps:
         ratios = sorted(a / b for a, b in zip(times["standard"], times[name]))
         table.append(dict(arm=name, speed=f"{statistics.median(ratios):.2f}", low=f"{ratios[0]:.2f}",
                           high=f"{ratios[-1]:.2f}", kept=f"{kept[name] / kept['standard']:.2f}", machine=machine(t)))
@@ -187,14 +191,15 @@ def measure_speed(args, arms, vocab_size):
 
 def look_at_test(args, study, arms, rows):
     """Losses on test for all runs of the main budget: allowed once, when nothing is left to train."""
-    if any(r["test"] for r in rows.values()):
+    mine = {c: r for c, r in rows.items()
+            if c.arm in arms and c.steps >= study.steps[-1] and c.seed != study.tuning_seed}
+    if any(r["test"] for r in mine.values()):
         raise UserError(f"{args.out}/rows.csv has losses on test already: test is looked at once")
     if wanted(study, arms, rows):
         raise UserError("there are runs left to train, and test is looked at once: train them first, without --test")
-    for cell, row in rows.items():
-        if cell.steps >= study.steps[-1] and cell.seed != study.tuning_seed:
-            folder = Path(args.runs) / cell.trunk / str(cell.steps)
-            row["test"] = f"{split_losses(folder, configure(arms[cell.arm].keys)[1], 'test')[0]:.6f}"
+    for cell, row in mine.items():
+        folder = Path(args.runs) / cell.trunk / str(cell.steps)
+        row["test"] = f"{split_losses(folder, configure(arms[cell.arm].keys)[1], 'test')[0]:.6f}"
     write_rows(Path(args.out) / "rows.csv", rows)
 
 
@@ -243,20 +248,22 @@ def announce(args, study, arms, rows, vocab_size, val_tokens):
 
 def run(args):
     study, arms, claims = read_config(args.config, args)
+    writes, failed = args.minutes or args.speed or args.test, ()
+    locks = [lock_folder(folder, "running a study in") for folder in {args.runs, args.out} if writes]
     rows = read_rows(Path(args.out) / "rows.csv")
     for cell, row in rows.items():
         if cell.arm in arms and row["settings"] != arms[cell.arm].settings:
             raise UserError(f"{args.out}/rows.csv has runs of {cell.arm} with other settings than {args.config} has "
-                            "now: give another --out")
+                            "now: give other --out and --runs")
     Path(args.out).mkdir(parents=True, exist_ok=True)
-    lock, failed = args.minutes and lock_folder(args.runs, "running a study in"), ()
-    if args.minutes or args.speed or args.test:
+    if writes:
         cfg, t = configure(arms["standard"].keys)
         prepare_data(t)
         cfg, _, val, about = open_data(cfg, dataclasses.replace(t, eval_every=1))
         data = f"{about['train_crc32']:08x}"
         if any(r["data"] != data for r in rows.values()):
-            raise UserError(f"{args.out}/rows.csv has runs on other data than {t.data_dir}: give another --out")
+            raise UserError(f"{args.out}/rows.csv has runs on other data than {t.data_dir}: give other --out and "
+                            "--runs")
         if args.speed:
             return measure_speed(args, arms, cfg.vocab_size)
         if args.test:
@@ -269,23 +276,22 @@ def run(args):
     print(text_table(study, results, missing))
     if not study.trials:
         print(f"Nothing was tuned: all arms have lr {configure(arms['standard'].keys)[1].lr:g}.")
-    for name, r in results.items():
-        if d := r["diffs"].get(study.steps[-1]):
-            print(stats.sentence(name, r["base"], d, r["p"]), flush=True)
+    ngrams = store_ngrams(args, study, arms, rows) if rows else {}
+    lines = sentences(study, results, ngrams)
+    print("".join(f"{line}\n" for line in lines), end="")
     if any("cannot tell" in r["words"] for r in results.values()):
         print("More seeds (--seeds) or longer runs would tell the rest.")
     left = sum(runs for runs, _ in left_to_train(study, arms, rows).values())
-    state = f"{left} runs are left: python -m study.run {args.config} trains them" if left else "No run is left."
+    state = f"{left} runs are left: python -m study.run {args.again} trains them" if left else "No run is left."
     if rows:
-        ngrams, speed = store_ngrams(args, study, arms, rows), read_table(Path(args.out) / "speed.csv")
-        text = markdown(study, results, missing, claims, speed)
-        (Path(args.out) / "table.md").write_text(f"{text}\n{state}\n", encoding="utf-8")
+        text = markdown(study, results, missing, claims, read_table(Path(args.out) / "speed.csv"), lines)
+        (Path(args.out) / "table.md").write_text(f"{text}\n{state}\n\nRows: {origin(rows)}.\n", encoding="utf-8")
         if find_spec("matplotlib"):
             from study.figures import draw
             draw(args, study, arms, rows, results, ngrams)
-        none = "" if find_spec("matplotlib") else "; no figures: pip install matplotlib"
-        print(f"rows.csv, table.md and figures are in {args.out}{none}. {state}")
-    if lock:
+        what = "and figures are" if find_spec("matplotlib") else "(no new figures: pip install matplotlib) are"
+        print(f"rows.csv, table.md {what} in {args.out}. {state}")
+    for lock in locks:
         lock.close()
     if failed:
         raise UserError(f"{len(failed)} runs failed: {', '.join(sorted(failed))}; see log.txt in their folders")

@@ -62,12 +62,13 @@ def paired(mine, base):
     return Paired(statistics.mean(d), statistics.stdev(d) if len(d) > 1 else math.nan, len(d), sum(x < 0 for x in d))
 
 
-def holm(p):
-    """{name: p} -> {name: p corrected for looking at all of them} (Holm 1979); nan stays nan and does not count."""
+def holm(p, planned=0):
+    """{name: p} -> {name: p corrected for looking at all of them} (Holm 1979), or at `planned` if those are more, of
+    which the rest is not known yet; nan stays nan and does not count."""
     tested = sorted((value, name) for name, value in p.items() if not math.isnan(value))
     out, worst = dict(p), 0.0
     for i, (value, name) in enumerate(tested):
-        worst = out[name] = min(1.0, max(worst, value * (len(tested) - i)))
+        worst = out[name] = min(1.0, max(worst, value * (max(planned, len(tested)) - i)))
     return out
 
 
@@ -95,8 +96,9 @@ def tokens_for(curve, loss):
 
 
 def verdict(main, p, first=None, last=None, papers=None, static=None, moved=None):
-    """Words for one arm from its Paired differences: to the base at the main, the first and the longest budget, to the
-    base where both have the papers' start, and to static weights. p is Holm's over all arms; moved as in `cell.moved`.
+    """Words for one arm from its Paired differences: to the base at the main budget, at the longest and, over the seeds
+    of that, at the first, to the base where both have the papers' start, and to static weights. p is Holm's over all
+    arms; moved as in `cell.moved`.
 
         gain, worse            p < 0.05, and the sign
         no difference          else, if the 90 % interval lies inside +-0.01 nat; "cannot tell" where it does not
@@ -124,10 +126,13 @@ def verdict(main, p, first=None, last=None, papers=None, static=None, moved=None
     return words + (["routes still moving"] if moved is not None and moved >= 0.1 else [])
 
 
-def sentence(arm, base, d, p):
-    """One line for people."""
+def sentence(arm, base, d, p, planned=0, more=()):
+    """One line for people. planned: pairs that the arm is to have; more: what `verdict` says beside its first word."""
     low, high = d.interval()
-    pairs = f"{d.won if d.mean < 0 else d.n - d.won} of {d.n} pairs"
+    pairs = f"{d.won if d.mean < 0 else d.n - d.won} of {d.n} pairs{''.join(f'; {word}' for word in more)}"
+    if 1 < d.n < planned:
+        return (f"{arm}: {d.mean:+.3f} nat against {base} ({low:+.3f} to {high:+.3f}) in {d.n} of {planned} pairs; no "
+                "verdict yet.")
     if d.n < 2:
         return f"{arm}: {d.mean:+.3f} nat against {base} in one pair; one pair says nothing about chance."
     if p < 0.05:
@@ -136,5 +141,6 @@ def sentence(arm, base, d, p):
         return f"{arm} is {word} than {base} by {abs(d.mean):.3f} nat ({a:.3f} to {b:.3f}), {pairs}."
     low90, high90 = d.interval(0.90)
     if -SAME < low90 and high90 < SAME:
-        return f"{arm} and {base} do not differ by {SAME} nat ({low:+.3f} to {high:+.3f}), {d.n} pairs."
-    return f"{arm} and {base} cannot be told apart: {d.mean:+.3f} nat ({low:+.3f} to {high:+.3f}), {pairs}."
+        return f"{arm} and {base} do not differ by {SAME} nat (90 %: {low90:+.3f} to {high90:+.3f}), {pairs}."
+    why = ", too many comparisons" if low * high > 0 else ""
+    return f"{arm} and {base} cannot be told apart: {d.mean:+.3f} nat ({low:+.3f} to {high:+.3f}{why}), {pairs}."

@@ -7,44 +7,71 @@ from study.plan import documents, finished, losses, trials, tuned
 
 
 def compare(study, arms, rows):
-    """{arm: its result as a dictionary} for each arm with a finished run of the main budget; `standard` first, then by
-    the difference to the base."""
+    """{arm: its result as a dictionary} for each arm with a finished run of the main budget: `standard`, residuals by
+    their difference to the base, then controls."""
     main, lengths = study.steps[-1], [*study.steps, *[study.long_steps] * bool(study.long_steps)]
     runs = {name: {n: finished(study, arms, rows, name, n) for n in lengths} for name in arms}
     tokens = {c.steps: int(r["tokens"]) for c, r in rows.items()}
 
-    def against(name, base, steps=main):
-        known = name in arms and base in arms and name != base
-        return stats.paired(*(losses(runs[x][steps]) for x in (name, base))) if known else None
+    def against(name, base, steps=main, seeds=None):
+        if name not in arms or base not in arms or name == base:
+            return None
+        mine, other = (losses(runs[x][steps]) for x in (name, base))
+        return stats.paired({s: x for s, x in mine.items() if seeds is None or s in seeds}, other)
 
-    def control(name):
-        return not arms[name].routed or bool(study.papers) and name.endswith(study.papers)
+    def whole(d, n):
+        """A comparison of which all planned pairs are there."""
+        return d if d and d.n >= n else None
+    curve, level = standard_curve(runs.get("standard", {}), tokens, main)
     out = {}
     for name, arm in arms.items():
-        mine, base = runs[name][main], runs[arm.base][main]
+        mine, base, old = runs[name][main], runs[arm.base][main], name + (study.papers or " ")
         if not mine:
             continue
-        out[name] = dict(
+        r = out[name] = dict(
             base=arm.base if name != arm.base else "", rate=tuned(study, arms, rows, name), seeds=losses(mine),
-            trials=len(trials(study, rows, name)), added=int(next(iter(mine.values()))["added"]),
+            added=int(next(iter(mine.values()))["added"]), control=arm.control, planned=arm.seeds, p=math.nan,
             loss={n: statistics.mean(losses(r).values()) for n, r in runs[name].items() if r},
             diffs={n: d for n in lengths if (d := against(name, arm.base, n))},
-            static=against(name, study.static),
-            papers=against(name + study.papers, arm.base + study.papers) if study.papers else None,
+            static=against(name, study.static) if same_blocks(arms, name, study.static) else None,
+            papers=whole(against(old, arm.base + study.papers), arms[old].seeds if old in arms else 0),
             documents=stats.over_documents([(documents(mine[s]), documents(base[s])) for s in mine if s in base]),
             test=statistics.mean(float(r["test"] or "nan") for r in mine.values()),
             moved=statistics.mean(float(r["moved"] or 0) for r in mine.values()))
-    corrected = stats.holm({n: r["diffs"][main].p for n, r in out.items() if main in r["diffs"] and not control(n)})
-    curve = [(tokens[n], out["standard"]["loss"][n]) for n in lengths if n in out.get("standard", {"loss": ()})["loss"]]
-    for name, r in out.items():
+        r["first"] = against(name, arm.base, lengths[0], runs[name].get(study.long_steps))
+        r["last"] = whole(r["diffs"].get(study.long_steps), study.long_seeds)
         d = r["diffs"].get(main)
-        r["p"] = corrected.get(name, d.p if d else math.nan)
-        r["words"] = stats.verdict(d, r["p"], r["diffs"].get(lengths[0]), r["diffs"].get(study.long_steps), r["papers"],
-                                   r["static"], r["moved"]) if d and d.n > 1 else []
-        reached = stats.tokens_for(curve, r["loss"][main]) if r["base"] == "standard" else None
-        r["gain"] = reached / tokens[main] if reached else None
+        r["gain"] = [reached / tokens[main] if (reached := stats.tokens_for(curve, level + x)) else None
+                     for x in (d.mean, *d.interval())] if d and arm.base == "standard" and d.n > 1 else [None] * 3
+    complete = {n: d for n, r in out.items() if (d := whole(r["diffs"].get(main), r["planned"]))}
+    corrected = stats.holm({n: d.p for n, d in complete.items() if not out[n]["control"]}, study.planned)
+    for name, r in out.items():
+        r["words"] = []
+        if d := complete.get(name):
+            r["p"] = corrected.get(name, d.p)
+            r["words"] = stats.verdict(d, r["p"], r["first"], r["last"], r["papers"], r["static"], r["moved"])
+            if r["words"][0] == "gain" and arms[name].long and not r["last"]:
+                r["words"].append(f"{study.long_steps:,} steps not run")
     at = {name: r["diffs"][main].mean if main in r["diffs"] else 0.0 for name, r in out.items()}
-    return {name: out[name] for name in sorted(out, key=lambda name: (name != "standard", at[name]))}
+    return {n: out[n] for n in sorted(out, key=lambda n: (n != "standard", out[n]["control"], at[n]))}
+
+
+def same_blocks(arms, name, static):
+    """Whether an arm reads the same depth blocks as the one with static weights, and differs in nothing else."""
+    return static in arms and arms[name].blocks and not arms[name].control and arms[name].base == arms[static].base
+
+
+def standard_curve(runs, tokens, main):
+    """([(tokens, loss)] of `standard`, its loss at the main budget): means over the seeds of that; of a budget that not
+    all of them have, by the change over those that do."""
+    level = losses(runs.get(main, {}))
+    if not level:
+        return [], math.nan
+    mean, curve = statistics.mean(level.values()), []
+    for n, mine in sorted(runs.items()):
+        if shared := losses(mine).keys() & level.keys():
+            curve.append((tokens[n], mean + statistics.mean(losses(mine)[s] - level[s] for s in shared)))
+    return curve, mean
 
 
 def so_far(study, arms, rows, name):
@@ -66,7 +93,25 @@ def interval(d, digits=3):
 
 
 def small(p):
-    return "<0.001" if p < 0.001 else f"{p:.3f}"
+    return "" if math.isnan(p) else "<0.001" if p < 0.001 else f"{p:.3f}"
+
+
+def verdict_of(study, r):
+    d = r["diffs"].get(study.steps[-1])
+    return ", ".join(r["words"]) or (f"{d.n} of {r['planned']} pairs, no verdict yet" if d else "")
+
+
+def sentences(study, results, ngrams):
+    """What there is to say, a line for each arm; first whether the host is worth anything."""
+    main, out = study.steps[-1], []
+    counted = next((float(g["5-gram"]) for g in ngrams.values() if int(g["steps"]) == main and g["5-gram"]), None)
+    if counted and (own := results.get("standard", {"loss": {}})["loss"].get(main, 0)) > counted:
+        out.append(f"5-gram counts of the same tokens ({counted:.3f}) beat standard ({own:.3f}): this host has learned "
+                   "too little, and no difference below means anything.")
+    for name, r in results.items():
+        if d := r["diffs"].get(main):
+            out.append(stats.sentence(name, r["base"], d, r["p"], r["planned"], r["words"][1:]))
+    return out
 
 
 def text_table(study, results, missing):
@@ -77,40 +122,54 @@ def text_table(study, results, missing):
     for name, r in results.items():
         line = f"{name[:24]:24} {r['rate'][0]:7.2g} {r['rate'][1]:3g} {r['loss'][main]:7.4f}"
         if d := r["diffs"].get(main):
-            line += f"  {d.mean:+7.3f}  {interval(d):>16}  {d.won:>2}/{d.n}  {small(r['p']):>6}  {(*r['words'], '')[0]}"
+            line += f"  {d.mean:+7.3f}  {interval(d):>16}  {d.won:>2}/{d.n}  {small(r['p']):>6}  "
+            line += r["words"][0] if r["words"] else "no verdict yet"
         lines.append(line)
     return "\n".join([*lines, *(f"{name[:24]:24} {state}" for name, state in missing.items())])
 
 
-def markdown(study, results, missing, claims, speed):
-    """The table in full, and the claims of papers beside it."""
-    main = study.steps[-1]
-    head = ["arm", "trials", "lr", "router ×", *(f"loss, {n:,} steps" for n in study.steps), "test", "difference",
-            "95 % interval", "over documents", "won", "Holm p", "tokens for `standard`", "speed", "verdict"]
+def markdown(study, results, missing, claims, speed, lines=()):
+    """What there is to say, the table in full, and the claims of papers beside it."""
+    main, lengths = study.steps[-1], [*study.steps, *[study.long_steps] * bool(study.long_steps)]
+    head = ["arm", "verdict", "base", *(f"difference, {n:,} steps" for n in lengths), "loss", "p (Holm)",
+            "over documents", "tokens for `standard`", "lr", "router ×", "test", "speed"]
     table = []
     for name, r in results.items():
-        d, s = r["diffs"].get(main), speed.get(name)
-        table.append([f"`{name}`", r["trials"], f"{r['rate'][0]:.3g}", f"{r['rate'][1]:g}"])
-        table[-1] += [f"{r['loss'][n]:.4f}" if n in r["loss"] else "" for n in study.steps]
-        table[-1] += ["" if math.isnan(r["test"]) else f"{r['test']:.4f}"]
-        table[-1] += [f"{d.mean:+.4f}", interval(d, 4)] if d else ["", ""]
+        d, s, gain = r["diffs"].get(main), speed.get(name), [f"{x:.2f}" if x else "?" for x in r["gain"]]
+        at = [r["diffs"].get(n) for n in lengths]
+        table.append([f"`{name}`", verdict_of(study, r), f"`{r['base']}`" if r["base"] else ""])
+        table[-1] += [f"{x.mean:+.4f} ({interval(x, 4)}), won {x.won}/{x.n}" if x else
+                      "not run" if r["base"] else "" for x in at]
+        table[-1] += [f"{r['loss'][main]:.4f}", f"{small(r['p'])}{', alone' * (r['control'] and r['p'] == r['p'])}"]
         table[-1] += ["{:+.3f} to {:+.3f}".format(*r["documents"]) if d and r["documents"] else ""]
-        table[-1] += [f"{d.won}/{d.n}", small(r["p"]) if d.n > 1 else ""] if d else ["", ""]
-        table[-1] += [f"{r['gain']:.2f} ×" if r["gain"] else "", "{speed} ({low} to {high})".format(**s) if s else ""]
-        table[-1] += [", ".join(r["words"])]
+        table[-1] += ["{} × ({} to {})".format(gain[0], *gain[:0:-1]) if r["gain"][0] else ""]
+        table[-1] += [f"{r['rate'][0]:.3g}", f"{r['rate'][1]:g}", "" if math.isnan(r["test"]) else f"{r['test']:.4f}"]
+        table[-1] += ["{speed} ({low} to {high})".format(**s) if s else ""]
     table += [[f"`{name}`", state, *[""] * (len(head) - 2)] for name, state in missing.items()]
-    text = grid(head, table)
+    text = "".join(f"- {line}\n" for line in lines) + "\n" * bool(lines) + grid(head, table)
+    text += ("\nDifference: loss on all of val minus that of the base, in nats per token; mean over pairs, "
+             f"95 % interval,\npairs won. p: two-sided t-test at {main:,} steps, corrected for {study.planned} arms "
+             "(Holm); alone: a control, not\ncorrected. The rules of the verdicts are in the configuration's head.\n")
     if not claims:
         return text
     found = [stats.paired(*(results.get(c[k], {"seeds": {}})["seeds"] for k in ("arm", "base"))) for c in claims]
-    p, table = stats.holm({i: d.p for i, d in enumerate(found) if d}), []
+    apart = {i: d.p for i, (c, d) in enumerate(zip(claims, found)) if d and results[c["arm"]]["base"] != c["base"]}
+    p, table = stats.holm(apart), []
     for i, (c, d) in enumerate(zip(claims, found)):
         size = f", {abs(d.mean / c['nat']):.1f} ×" if d and "nat" in c else ""
+        whole = d and d.n >= max(2, min(results[c[k]]["planned"] for k in ("arm", "base")))
+        words = [] if not whole else [stats.verdict(d, p[i])[0]] if i in p else results[c["arm"]]["words"]
         found_here = [f"{d.mean:+.3f} ({interval(d)})", f"{'same' if d.mean < 0 else 'other'} sign{size}",
-                      stats.verdict(d, p[i])[0] if d.n > 1 else "one pair"] if d else ["", "", "not run"]
+                      ", ".join(words) or "no verdict yet"] if d else ["", "", "not run"]
         table.append([f"{c['text']} ({c['paper']})", c.get("nat", "no number"), f"`{c['arm']}` − `{c['base']}`",
                       *found_here])
     return f"{text}\n{grid(['claim', 'claimed, nat', 'here', 'nat, 95 % interval', 'sign and size', 'verdict'], table)}"
+
+
+def origin(rows):
+    """Where the rows are from, for pairs should share it."""
+    kinds = {what: sorted({r[what] for r in rows.values()}) for what in ("commit", "torch", "machine")}
+    return "; ".join(f"{what}: {', '.join(found)}" for what, found in kinds.items())
 
 
 def grid(head, table):

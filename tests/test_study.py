@@ -68,6 +68,7 @@ def test_paired_differences():
 
 def test_holm_corrects_for_the_number_of_tests():
     assert stats.holm(dict(a=0.01, b=0.04, c=0.03)) == pytest.approx(dict(a=0.03, b=0.06, c=0.06))
+    assert stats.holm(dict(a=0.01, b=0.04), 8) == pytest.approx(dict(a=0.08, b=0.28))
     assert stats.holm(dict(a=0.6, b=0.02))["a"] == 0.6 and stats.holm(dict(a=0.9, b=0.8))["a"] == 1
     assert math.isnan(stats.holm(dict(a=math.nan, b=0.02))["a"]) and stats.holm(dict(a=math.nan, b=0.02))["b"] == 0.02
 
@@ -276,15 +277,28 @@ def test_verdicts_follow_from_the_rows(small):
     single = {n: r["diffs"][10].p for n, r in results.items() if r["diffs"]}
     corrected = stats.holm({n: single[n] for n in ("attnres_block", "rd", "mhar")})
     assert {n: results[n]["p"] for n in single} == single | corrected and corrected["rd"] > single["rd"]
-    assert results["attnres_block"]["gain"] == pytest.approx(math.exp(0.03 / 0.5), abs=0.01)
+    assert results["attnres_block"]["gain"] == pytest.approx([math.exp(0.03 / 0.5)] * 3, abs=0.01)
+    fewer = {c: r for c, r in rows.items() if (c.arm, c.seed) not in (("rd", 4), ("standard", 1))}
+    part = table.compare(study, arms, fewer)  # rd has pairs 2 and 3, whose base is not the mean over seeds 2 to 4
+    assert part["rd"]["words"] == [] and math.isnan(part["rd"]["p"]) and part["rd"]["diffs"][10].n == 2
+    assert part["rd"]["gain"][0] == pytest.approx(math.exp(0.02 / 0.5), abs=0.01)
+    said = "\n".join(table.sentences(study, part, {}) + table.sentences(study, results, {}))
+    assert re.search(r"^rd: -0.0.. nat against standard .* in 2 of 4 pairs; no verdict yet\.$", said, re.M), said
+    assert re.search(r"^rd is better than standard by 0.0.. nat .*, 4 of 4 pairs; transient", said, re.M), said
+    counts = {"10": {"steps": "10", "5-gram": "0.5"}}
+    assert "no difference below means anything" in table.sentences(study, results, counts)[0]
+    counts["10"]["5-gram"] = "5"
+    assert "5-gram" not in "".join(table.sentences(study, results, counts))
     early = {c: r for c, r in rows.items() if c.steps == 5}
     d = stats.paired(*(plan.losses(plan.finished(study, arms, early, n, 5)) for n in ("rd", "standard")))
     shown = table.so_far(study, arms, early, "rd")
     assert f" {d.mean:+.3f} ({table.interval(d)}), won 4/4; 10: not run" in shown and len(shown) <= 75
     assert table.compare(study, arms, early) == {} and table.so_far(study, arms, {}, "rd") == "not run"
     claim = dict(text="x", paper="y", nat=-0.01, arm="attnres_block", base="rd")
-    shown = table.markdown(study, results, {"hc": "not run"}, [claim], {})
+    shown = table.markdown(study, results, {"hc": "not run"}, [claim], {}, ["a line"])
     assert re.search(r"same sign, (0.9|1.0|1.1) × \| gain \|", shown) and "| `hc` | not run |" in shown
+    assert shown.startswith("- a line\n\n| arm | verdict | base | difference, 5 steps |") and ", alone |" in shown
+    assert re.search(r"\| `attnres_block` \| gain, .*, won 4/4 \|.*, won 4/4 \|.*, won 3/3 \|", shown)
     lines = table.text_table(study, results, {"hc": "not run"}).splitlines()
     assert len(lines) == 8 and max(map(len, lines)) <= 100
 
@@ -312,20 +326,20 @@ def test_a_study_from_its_configuration_to_its_sentence(small, tmp_path, monkeyp
     assert len(re.findall(r"^done: .* steps, loss", first, re.M)) == 8
     assert "8 runs of 2 arms to train, 2 at a time" in first
     assert re.search(r"attnres_block .*standard.* nat \(", first) and "Nothing was tuned" in first
-    assert all(len(line) <= 100 for line in first.splitlines() if line.startswith(("arm ", "standard ", "attnres_")))
+    assert all(len(line) <= 100 for line in first.splitlines() if re.match(r"(arm|standard|attnres_block) {5,}", line))
     stored = (tmp_path / "out/rows.csv").read_bytes()
     write("# a remark changes nothing")
     again = study()
     assert "nothing to train" in again and (tmp_path / "out/rows.csv").read_bytes() == stored
     assert again.splitlines()[-3:] == first.splitlines()[-3:]
     assert {p.name for p in (tmp_path / "out").iterdir()} == {
-        "rows.csv", "table.md", "ngrams.csv", "difference.png", "loss.png", "depth.png"}
+        "rows.csv", "table.md", "ngrams.csv", "difference.png", "loss.png", "depth.png", "lock"}
     text = (tmp_path / "out/table.md").read_text(encoding="utf-8")
     rows = plan.read_rows(tmp_path / "out/rows.csv")
     assert len(rows) == 8 and {c.steps for c in rows} == {5, 10} and {c.seed for c in rows} == {1, 2}
     losses = {c: float(r["loss"]) for c, r in rows.items() if c.steps == 10}
     delta = np.mean([losses[c] - losses[c._replace(arm="standard")] for c in losses if c.arm == "attnres_block"])
-    assert f"| {delta:+.4f} |" in text
+    assert f"| {delta:+.4f} (" in text
     assert "rd                       not run" in study("--modes=rd", "--minutes=0")
     study("--test", "--modes=attnres_block")
     assert all(r["test"] for c, r in plan.read_rows(tmp_path / "out/rows.csv").items() if c.steps == 10)
@@ -338,15 +352,95 @@ def test_a_study_from_its_configuration_to_its_sentence(small, tmp_path, monkeyp
         study("--minutes=0")
 
 
+def test_what_holm_corrects_for_and_who_is_compared_with_static_weights_is_the_files(small):
+    path, write = small
+    write('static = "static_block"\npapers = "+old"', **{"[arm.attnres_block]": '''[arm.attnres_block]
+[arm.attnres]
+[arm.static_block]
+[arm."attnres_block+muon"]
+residual_mode = "attnres_block"
+optimizer = "muon"
+base = "standard+muon"
+[arm."standard+muon"]
+residual_mode = "standard"
+optimizer = "muon"
+[arm."attnres_block+old"]
+residual_mode = "attnres_block"
+init = "papers"
+base = "standard+old"
+[arm."standard+old"]
+residual_mode = "standard"
+init = "papers"'''})
+    for modes in ("", "--modes=attnres_block,static_block", "--modes=rd"):
+        study, arms, _ = plan.read_config(path, run.parse_args([str(path), *[modes] * (modes > "")]))
+        assert study.planned == 4 + (modes == "--modes=rd")
+    study, arms, _ = plan.read_config(path, run.parse_args([str(path)]))
+    assert [n for n in arms if n != "static_block" and table.same_blocks(arms, n, "static_block")] == ["attnres_block"]
+
+
+def test_the_runs_that_are_left_are_those_that_are_trained(small):
+    path, write = small
+    write("trials = 4\nlong_steps = 20")
+    for argv in ([], ["--seeds=3"], ["--seeds=1"], ["--modes=rd,mhar"]):
+        study, arms, _ = plan.read_config(path, run.parse_args([str(path), *argv]))
+        rows, done, left = {}, 0, plan.left_to_train(study, arms, {})
+        while cells := plan.wanted(study, arms, rows):
+            rows[cells[-1]], done = row_of(3 + 0.01 * len(rows), arms, cells[-1]), done + 1
+            assert sum(n for n, _ in plan.left_to_train(study, arms, rows).values()) == sum(
+                n for n, _ in left.values()) - done
+        assert done == sum(n for n, _ in left.values())
+
+
+def test_a_folder_with_another_run_is_not_taken_for_this_one(small, data, tmp_path):
+    path, write = small
+    keys = plan.read_config(path, run.parse_args([str(path)]))[1]["attnres_block"].keys | dict(seed=1)
+    cell.finish(keys, tmp_path / "cell", 5)
+    other = shutil.copytree(data, tmp_path / "other")
+    (other / "meta.json").unlink()
+    for changed, what in ((keys | dict(n_ffn=48), "n_ffn"), (keys | dict(lr=1e-3, warmup_steps=3), "lr, warmup_steps"),
+                          (keys | dict(data_dir=other, vocab_size=257), "the data")):
+        with pytest.raises(UserError, match=f"holds a run that differs in {what.replace(', ', '.*')}: give other"):
+            cell.finish(changed, tmp_path / "cell", 5)
+    assert cell.finish(keys | dict(save_every=7), tmp_path / "cell", 5)
+
+
+def test_damaged_rows_are_told_with_their_line(small, tmp_path):
+    path, _ = small
+    _, arms, _ = plan.read_config(path, run.parse_args([str(path)]))
+    rows = {c: row_of(2.0, arms, c, documents="10:1.5 20:2.5") for c in (
+        plan.Cell("standard", seed, 5, 4e-3, 1.0) for seed in (1, 2))}
+    plan.write_rows(tmp_path / "rows.csv", rows)
+    text = (tmp_path / "rows.csv").read_text()
+    assert plan.read_rows(tmp_path / "rows.csv").keys() == rows.keys()
+    lines = text.splitlines()
+    for bad, message in ((lines + lines[-1:], "line 4: standard-lr0.004-x1-seed2 of 5 steps is there twice"),
+                         (lines[:2] + [lines[2].replace("20:2.5", "21:2.5")], "line 3: its documents have other"),
+                         (lines[:2] + [lines[2].replace(",8,", ",,")], "line 3: invalid literal"),
+                         (lines[:1] + [lines[1].replace("2.0", "nan")], "line 2: ")):
+        (tmp_path / "rows.csv").write_text("\n".join(bad) + "\n")
+        with pytest.raises(UserError, match=message):
+            plan.read_rows(tmp_path / "rows.csv")
+
+
+def test_a_signal_after_a_run_is_no_longer_the_runs(small, data, tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    train.train(*cell.configure(plan.read_config(small[0], run.parse_args([str(small[0])]))[1]["standard"].keys,
+                                out_dir=tmp_path / "a", max_steps=3))
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
 def test_mistakes_in_a_study_are_told(small, tmp_path):
     path, write = small
     for argv, message in ((["--modes=attnress"], "did you mean attnres"), (["--jobs=-1"], "must not be negative"),
-                          (["--modes=rd:heads=2"], "unknown key 'heads'")):
+                          (["--modes=rd:heads=2"], "unknown key 'heads'"),
+                          (["--modes=mhar:4"], "'4' of mhar:4 is no knob"),
+                          (["--modes=rd:seeds=1"], "'seeds=1' of rd:seeds=1 is no knob")):
         with pytest.raises(UserError, match=message):
             run.run(run.parse_args([str(path), f"--runs={tmp_path / 'runs'}", *argv]))
     for old, new, message in (
             ("[arm.standard]", "", "has no arm `standard`"), ("steps = [5, 10]", "", "needs steps"),
             ("steps = [5, 10]", "steps = [10, 5]", "ascending"), ("steps = [5, 10]", "steps = 5", "knows steps"),
+            ("seeds = 2", "trials = 8", "trials = 8, and must have 0"),
             ("seeds = 2", "seed = 2", "knows steps"), ("seeds = 2", "seeds = '2'", "knows steps"),
             ("[arm.attnres_block]", '[arm.attnres_block]\nbase = "rd"', "compared with 'rd'"),
             ("lr = 4e-3", "lr = 0", "lr=0.0"), ("[study]", "[study", "cannot read")):
