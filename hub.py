@@ -367,7 +367,8 @@ class Adapter:
     """What lm-eval asks of a model. Every process runs the whole harness, and only the forward passes are shared out.
 
     encoding: encode_ordinary, eot_token, n_vocab, name and `first`, the ids that a document begins with; decode: ids to
-    text; autocast: makes the context of a forward pass; batch: sequences in one; max_length: tokens of context.
+    text, with or without special tokens; autocast: makes the context of a forward pass; batch: sequences in one;
+    max_length: tokens of context.
     """
 
     def __init__(self, model, encoding, decode, autocast, batch, max_length):
@@ -465,7 +466,7 @@ class Adapter:
             torch.tensor([context], device=self._device), n, options.get("temperature", 1.0) if sampled else 0.0,
             options.get("top_k", 0) if sampled else 0, self.encoding.n_vocab, stop)
         ids = idx[0, len(context):].tolist()
-        text = self.decode(ids[:ids.index(self.eot_token_id)] if self.eot_token_id in ids else ids)
+        text = self.decode(ids[:ids.index(self.eot_token_id)] if self.eot_token_id in ids else ids, special=False)
         return text[:min((text.find(s) for s in stops if s in text), default=len(text))]
 
 

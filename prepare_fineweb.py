@@ -949,8 +949,10 @@ class Tokenizer:
             return self.core.decode(list(ids), skip_special_tokens=False).encode()
         return b"".join(self.bytes_of.get(i, b"\xff") for i in ids)
 
-    def decode(self, ids):
-        return self.decode_bytes(ids).decode(errors="replace")
+    def decode(self, ids, special=True):
+        """Text of ids; special=False leaves out tokens that never come from text."""
+        out = {i for text, i in self.spec["special_tokens"].items() if not special and text not in self.spec["added"]}
+        return self.decode_bytes([i for i in ids if i not in out]).decode(errors="replace")
 
     def save(self, path):
         ranks = [(base64.b64encode(token).decode(), rank) for token, rank in self.spec["ranks"].items()]

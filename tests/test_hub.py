@@ -502,7 +502,7 @@ class Words:
 
 
 def adapter(model):
-    def decode(ids):
+    def decode(ids, special=True):
         return bytes(i for i in ids if i < 256).decode(errors="replace")
     return hub.Adapter(model, Words(), decode, torch.no_grad, 3, model.cfg.seq_len)
 
@@ -683,8 +683,8 @@ def test_tasks_agree_with_the_harness_own_backend(bos, tmp_path):
     hf.save_pretrained(tmp_path / "hf")
     model = model_of(tmp_path / "hf")
     folder, names = local_tasks(tmp_path / "tasks"), ["local_choice", "local_roll", "local_write"]
-    ours = hub.run_tasks(names, model, encoding, lambda ids: t.decode(ids, skip_special_tokens=False), torch.no_grad, 8,
-                         256, folder=str(folder))
+    ours = hub.run_tasks(names, model, encoding, lambda ids, special=True: t.decode(
+        ids, skip_special_tokens=not special), torch.no_grad, 8, 256, folder=str(folder))
     other = lm_eval.simple_evaluate(
         HFLM(pretrained=hf, tokenizer=fast, batch_size=8, max_length=256, device="cpu"), tasks=names,
         task_manager=TaskManager(include_path=str(folder)), bootstrap_iters=1000)
