@@ -820,7 +820,7 @@ def test_the_papers_recipes_fit_their_models(name, monkeypatch):
     monkeypatch.setattr(hub, "locate", lambda name, files: asked.append((name, files)) or name)
     monkeypatch.setattr(hub, "read_config", lambda folder: GPTConfig(**shape))
     cfg, t = train.load_config([str(HERE / f"configs/{name}.toml")])
-    assert asked == [t.init_from] and train.check_batch(cfg, t, processes)
+    assert asked == [(t.init_from, ("config.json",))] and train.check_batch(cfg, t, processes)
     with torch.device("meta"):
         n = train.GPT(cfg).count()
     assert (n["total"] - n["residual"]) / 1e6 == pytest.approx(millions, abs=0.01)
