@@ -32,22 +32,23 @@ def millions(ax, tokens):
 
 
 def draw_difference(plt, args, study, arms, rows, results, ngrams, tokens, colours):
-    """Left: the difference at the main budget with its interval and verdict, of residuals and below of controls. Right:
-    that of residuals by budget."""
-    main = study.steps[-1]
-    groups = [[n for n, r in results.items() if main in r["diffs"] and r["control"] == control]
-              for control in (False, True)]
+    """Left: the difference at each budget with its interval, and the verdict; residuals, below them controls. Right:
+    the residuals that have more than one budget, by budget."""
+    groups = [[n for n, r in results.items() if r["diffs"] and r["control"] == control] for control in (False, True)]
     groups = [names for names in groups if names]
     if not groups:
         return None
     fig = plt.figure(figsize=(13, 1.9 + 0.5 * sum(map(len, groups)) + 0.8 * len(groups)))
     grid = fig.add_gridspec(len(groups), 2, width_ratios=(4, 3), height_ratios=[1 + len(names) for names in groups])
     for i, names in enumerate(groups):
-        title = (f"after {tokens[main] / 1e6:.1f}M tokens: loss minus that of the base, 95 % interval\n"
-                 f"(filled: p < 0.05, corrected for {study.planned} arms)")
+        title = ("loss minus that of the base, 95 % interval\n"
+                 f"(filled: p < 0.05 after {study.steps[-1]:,} steps, corrected for {study.planned} arms)")
         title = "controls (p not corrected)" if results[names[0]]["control"] else title
-        draw_forest(fig.add_subplot(grid[i, 0]), study, results, names, colours, title)
-    right, shown = fig.add_subplot(grid[0, 1]), groups[0]
+        draw_forest(fig.add_subplot(grid[i, 0]), study, results, names, tokens, colours, title)
+    shown = [name for name in groups[0] if len(results[name]["diffs"]) > 1]
+    if not shown:
+        return fig
+    right = fig.add_subplot(grid[0, 1])
     for i, name in enumerate(shown):
         at = [(tokens[n] * 1.03 ** (i - len(shown) / 2), d) for n, d in results[name]["diffs"].items()]
         right.plot([x for x, _ in at], [d.mean for _, d in at], color=colours[name], marker="o", ms=4, label=name)
@@ -58,28 +59,36 @@ def draw_difference(plt, args, study, arms, rows, results, ngrams, tokens, colou
     right.axhspan(-SAME, SAME, color="0.9", zorder=0)
     right.axhline(0, color="k", lw=0.8)
     millions(right, sorted({tokens[n] for name in shown for n in results[name]["diffs"]}))
-    ends = [y for name in shown for d in results[name]["diffs"].values() for y in (
-        d.interval() if d.n > 2 else (d.mean - SAME, d.mean + SAME))]  # intervals of two pairs may leave the picture
-    right.set_ylim(min(-0.015, 1.1 * min(ends)), max(0.015, 1.1 * max(ends)))
-    right.set_title("the same at each budget, with the number of pairs; grey: ±0.01 nat", fontsize=9)
+    right.set_ylim(*span(results, shown))
+    right.set_title("the same by budget, with the number of pairs; grey: ±0.01 nat", fontsize=9)
     right.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
     return fig
 
 
-def draw_forest(ax, study, results, names, colours, title):
-    labels = []
+def span(results, names):
+    """Limits that hold all differences and the intervals of three pairs or more: those of two may leave the picture."""
+    ends = [y for name in names for d in results[name]["diffs"].values() for y in (
+        d.interval() if d.n > 2 else (d.mean - SAME, d.mean + SAME))]
+    return min(-0.015, 1.1 * min(ends)), max(0.015, 1.1 * max(ends))
+
+
+def draw_forest(ax, study, results, names, tokens, colours, title):
+    main, labels = study.steps[-1], []
     for i, name in enumerate(reversed(names)):
-        r, d = results[name], results[name]["diffs"][study.steps[-1]]
-        solid = r["words"][:1] in (["gain"], ["worse"])
-        ax.plot(d.mean, i, marker="o" if d.n > 1 else "x", color=colours[name], mfc=colours[name] if solid else "w")
-        if d.n > 1:
-            ax.plot(d.interval(), [i, i], color=colours[name], zorder=1)
+        r = results[name]
+        for k, (n, d) in enumerate(r["diffs"].items()):
+            y, solid = i + 0.25 * ((len(r["diffs"]) - 1) / 2 - k), n == main and r["words"][:1] in (["gain"], ["worse"])
+            ax.plot(d.mean, y, marker="soD"[k % 3], ms=6 if n == main else 4, color=colours[name],
+                    mfc=colours[name] if solid else "w")
+            if d.n > 1:
+                ax.plot(d.interval(), [y, y], color=colours[name], lw=1.6 if n == main else 0.8, zorder=1)
+            ax.annotate(f"{tokens[n] / 1e6:.1f}M: {d.mean:+.3f}, {d.n} pair{'s' * (d.n > 1)}", (1.01, y), fontsize=6,
+                        xycoords=("axes fraction", "data"), va="center", weight="bold" if n == main else "normal")
         base = "" if r["base"] == "standard" else f" − {r['base']}"
-        ax.annotate(f"{d.mean:+.3f}, {d.n} pair{'s' * (d.n > 1)}", (d.mean, i), fontsize=7, ha="center",
-                    xytext=(0, 6), textcoords="offset points")
         labels.append(f"{name}{base}\n{verdict_of(study, r)}")
     ax.set_yticks(range(len(names)), labels, fontsize=8)
-    ax.set_ylim(-0.6, len(names) - 0.3)
+    ax.set_ylim(-0.6, len(names) - 0.4)
+    ax.set_xlim(*span(results, names))
     ax.axvspan(-SAME, SAME, color="0.9", zorder=0)
     ax.axvline(0, color="k", lw=0.8)
     ax.set_xlabel("nats per token; left is better", fontsize=8)

@@ -154,25 +154,31 @@ def tuned(study, arms, rows, name):
 
 
 def wanted(study, arms, rows):
-    """Cells that are not done, the most useful first. By group the trials, then each budget seed by seed; when the arms
-    with all seeds are done, the longest budget for `standard` and the two best of them. A cell waits for the trials of
-    its arm and for the shorter budgets of its trunk."""
+    """Cells that are not done, the most useful first: by group the trials and the shortest budget, so that there is
+    soon something of every arm; then by group the longer budgets, seed by seed, and behind the arms with all seeds the
+    longest for `standard` and the two best of them. A cell waits for the trials of its arm and for the shorter budgets
+    of its trunk."""
     out, long = [], [name for name, arm in arms.items() if arm.long]
-    for group in sorted({a.group for a in arms.values()}):
-        mine = {n: a for n, a in arms.items() if a.group == group}
-        for name, arm in mine.items():
+    rates = {n: tuned(study, arms, rows, n) for n in arms}
+    groups = {g: {n: a for n, a in arms.items() if a.group == g} for g in sorted({a.group for a in arms.values()})}
+
+    def pairs(group, steps):
+        return [Cell(n, seed, steps, *rates[n]) for seed in range(1, max(a.seeds for a in group.values()) + 1)
+                for n, a in group.items() if seed <= a.seeds and rates[n]]
+    for group in groups.values():
+        for name, arm in group.items():
             done = trials(study, rows, name)
             if len(done) < study.trials:
                 rate = trial(arm, done, configure(arm.keys)[1].lr)
                 out.append(Cell(name, study.tuning_seed, study.steps[0], *rate))
-        rates = {n: tuned(study, arms, rows, n) for n in mine}
-        out += [Cell(n, seed, steps, *rates[n]) for steps in study.steps
-                for seed in range(1, max(a.seeds for a in mine.values()) + 1)
-                for n, a in mine.items() if seed <= a.seeds and rates[n]]
-        if long and group == max(arms[n].group for n in long) and all(c in rows for c in out):
+        out += pairs(group, study.steps[0])
+    for g, group in groups.items():
+        for steps in study.steps[1:]:
+            out += pairs(group, steps)
+        if long and g == max(arms[n].group for n in long) and all(c in rows for c in out):
             at_main = {n: losses(finished(study, arms, rows, n, study.steps[-1])).values() for n in long}
             best = sorted(long, key=lambda n: statistics.mean(at_main[n]))[:2]
-            out += [Cell(n, seed, study.long_steps, *tuned(study, arms, rows, n))
+            out += [Cell(n, seed, study.long_steps, *rates[n])
                     for seed in range(1, study.long_seeds + 1) for n in ("standard", *best)]
     left, seen = [c for c in out if c not in rows], set()
     return [c for c in left if not (c.trunk in seen or seen.add(c.trunk))]

@@ -272,7 +272,8 @@ def run(args):
     if args.minutes and not args.test:
         failed = train_all(args, study, arms, rows, data)
     results = compare(study, arms, rows)
-    missing = {n: so_far(study, arms, rows, n) for n in arms if n not in results}
+    missing = {n: so_far(study, arms, rows, n) for n in arms
+               if n not in results or study.steps[-1] not in results[n]["loss"]}
     print(text_table(study, results, missing))
     if not study.trials:
         print(f"Nothing was tuned: all arms have lr {configure(arms['standard'].keys)[1].lr:g}.")

@@ -7,8 +7,8 @@ from study.plan import documents, finished, losses, trials, tuned
 
 
 def compare(study, arms, rows):
-    """{arm: its result as a dictionary} for each arm with a finished run of the main budget: `standard`, residuals by
-    their difference to the base, then controls."""
+    """{arm: its result as a dictionary} for each arm with a finished run: `standard`, residuals by their difference to
+    the base (those without a run of the main budget behind the others), then controls."""
     main, lengths = study.steps[-1], [*study.steps, *[study.long_steps] * bool(study.long_steps)]
     runs = {name: {n: finished(study, arms, rows, name, n) for n in lengths} for name in arms}
     tokens = {c.steps: int(r["tokens"]) for c, r in rows.items()}
@@ -26,18 +26,18 @@ def compare(study, arms, rows):
     out = {}
     for name, arm in arms.items():
         mine, base, old = runs[name][main], runs[arm.base][main], name + (study.papers or " ")
-        if not mine:
+        if not any(runs[name].values()):
             continue
         r = out[name] = dict(
-            base=arm.base if name != arm.base else "", rate=tuned(study, arms, rows, name), seeds=losses(mine),
-            added=int(next(iter(mine.values()))["added"]), control=arm.control, planned=arm.seeds, p=math.nan,
+            base=arm.base if name != arm.base else "", rate=tuned(study, arms, rows, name),
+            seeds={n: losses(r) for n, r in runs[name].items()}, control=arm.control, planned=arm.seeds, p=math.nan,
             loss={n: statistics.mean(losses(r).values()) for n, r in runs[name].items() if r},
             diffs={n: d for n in lengths if (d := against(name, arm.base, n))},
             static=against(name, study.static) if same_blocks(arms, name, study.static) else None,
             papers=whole(against(old, arm.base + study.papers), arms[old].seeds if old in arms else 0),
             documents=stats.over_documents([(documents(mine[s]), documents(base[s])) for s in mine if s in base]),
-            test=statistics.mean(float(r["test"] or "nan") for r in mine.values()),
-            moved=statistics.mean(float(r["moved"] or 0) for r in mine.values()))
+            test=mean(float(r["test"] or "nan") for r in mine.values()),
+            moved=mean(float(r["moved"] or 0) for r in mine.values()))
         r["first"] = against(name, arm.base, lengths[0], runs[name].get(study.long_steps))
         r["last"] = whole(r["diffs"].get(study.long_steps), study.long_seeds)
         d = r["diffs"].get(main)
@@ -52,8 +52,17 @@ def compare(study, arms, rows):
             r["words"] = stats.verdict(d, r["p"], r["first"], r["last"], r["papers"], r["static"], r["moved"])
             if r["words"][0] == "gain" and arms[name].long and not r["last"]:
                 r["words"].append(f"{study.long_steps:,} steps not run")
-    at = {name: r["diffs"][main].mean if main in r["diffs"] else 0.0 for name, r in out.items()}
-    return {n: out[n] for n in sorted(out, key=lambda n: (n != "standard", out[n]["control"], at[n]))}
+
+    def place(name):
+        r = out[name]
+        known = max((n for n in r["diffs"] if n <= main), default=0)
+        return name != "standard", r["control"], known < main, r["diffs"][known].mean if known else 0.0
+    return {n: out[n] for n in sorted(out, key=place)}
+
+
+def mean(values):
+    values = [*values]
+    return statistics.mean(values) if values else math.nan
 
 
 def same_blocks(arms, name, static):
@@ -98,6 +107,8 @@ def small(p):
 
 def verdict_of(study, r):
     d = r["diffs"].get(study.steps[-1])
+    if r["base"] and not d:
+        return f"{study.steps[-1]:,} steps not run"
     return ", ".join(r["words"]) or (f"{d.n} of {r['planned']} pairs, no verdict yet" if d else "")
 
 
@@ -115,11 +126,13 @@ def sentences(study, results, ngrams):
 
 
 def text_table(study, results, missing):
-    """At most 100 columns. missing: {arm: what there is of it}"""
+    """At most 100 columns. missing: {arm without a run of the main budget: what there is of it}"""
     main = study.steps[-1]
     lines = [f"{'arm':24} {'lr':>7} {'x':>3} {'loss':>7}  {'vs base':>7}  {'95 % interval':>16}  {'won':>4}  {'p':>6}  "
              "verdict"]
     for name, r in results.items():
+        if main not in r["loss"]:
+            continue
         line = f"{name[:24]:24} {r['rate'][0]:7.2g} {r['rate'][1]:3g} {r['loss'][main]:7.4f}"
         if d := r["diffs"].get(main):
             line += f"  {d.mean:+7.3f}  {interval(d):>16}  {d.won:>2}/{d.n}  {small(r['p']):>6}  "
@@ -140,26 +153,34 @@ def markdown(study, results, missing, claims, speed, lines=()):
         table.append([f"`{name}`", verdict_of(study, r), f"`{r['base']}`" if r["base"] else ""])
         table[-1] += [f"{x.mean:+.4f} ({interval(x, 4)}), won {x.won}/{x.n}" if x else
                       "not run" if r["base"] else "" for x in at]
-        table[-1] += [f"{r['loss'][main]:.4f}", f"{small(r['p'])}{', alone' * (r['control'] and r['p'] == r['p'])}"]
+        table[-1] += [f"{r['loss'][main]:.4f}" if main in r["loss"] else ""]
+        table[-1] += [f"{small(r['p'])}{', alone' * (r['control'] and r['p'] == r['p'])}"]
         table[-1] += ["{:+.3f} to {:+.3f}".format(*r["documents"]) if d and r["documents"] else ""]
         table[-1] += ["{} × ({} to {})".format(gain[0], *gain[:0:-1]) if r["gain"][0] else ""]
         table[-1] += [f"{r['rate'][0]:.3g}", f"{r['rate'][1]:g}", "" if math.isnan(r["test"]) else f"{r['test']:.4f}"]
         table[-1] += ["{speed} ({low} to {high})".format(**s) if s else ""]
-    table += [[f"`{name}`", state, *[""] * (len(head) - 2)] for name, state in missing.items()]
+    table += [[f"`{n}`", state, *[""] * (len(head) - 2)] for n, state in missing.items() if n not in results]
     text = "".join(f"- {line}\n" for line in lines) + "\n" * bool(lines) + grid(head, table)
     text += ("\nDifference: loss on all of val minus that of the base, in nats per token; mean over pairs, "
              f"95 % interval,\npairs won. p: two-sided t-test at {main:,} steps, corrected for {study.planned} arms "
              "(Holm); alone: a control, not\ncorrected. The rules of the verdicts are in the configuration's head.\n")
     if not claims:
         return text
-    found = [stats.paired(*(results.get(c[k], {"seeds": {}})["seeds"] for k in ("arm", "base"))) for c in claims]
-    apart = {i: d.p for i, (c, d) in enumerate(zip(claims, found)) if d and results[c["arm"]]["base"] != c["base"]}
-    p, table = stats.holm(apart), []
-    for i, (c, d) in enumerate(zip(claims, found)):
+    found, table = [], []
+    for c in claims:
+        mine, base = (results.get(c[k], {"seeds": {}})["seeds"] for k in ("arm", "base"))
+        d = {n: stats.paired(mine.get(n, {}), base.get(n, {})) for n in study.steps}
+        found.append((max((n for n in d if d[n]), default=main), d))
+    apart = {i: d[main].p for i, (c, (_, d)) in enumerate(zip(claims, found)) if d[main] and
+             results[c["arm"]]["base"] != c["base"]}
+    p = stats.holm(apart)
+    for i, (c, (steps, d)) in enumerate(zip(claims, found)):
+        d = d[steps]
         size = f", {abs(d.mean / c['nat']):.1f} ×" if d and "nat" in c else ""
-        whole = d and d.n >= max(2, min(results[c[k]]["planned"] for k in ("arm", "base")))
+        whole = d and steps == main and d.n >= max(2, min(results[c[k]]["planned"] for k in ("arm", "base")))
         words = [] if not whole else [stats.verdict(d, p[i])[0]] if i in p else results[c["arm"]]["words"]
-        found_here = [f"{d.mean:+.3f} ({interval(d)})", f"{'same' if d.mean < 0 else 'other'} sign{size}",
+        short = f", {steps:,} steps only" if steps < main else ""
+        found_here = [f"{d.mean:+.3f} ({interval(d)}){short}", f"{'same' if d.mean < 0 else 'other'} sign{size}",
                       ", ".join(words) or "no verdict yet"] if d else ["", "", "not run"]
         table.append([f"{c['text']} ({c['paper']})", c.get("nat", "no number"), f"`{c['arm']}` − `{c['base']}`",
                       *found_here])

@@ -251,6 +251,21 @@ def test_every_arm_gets_as_many_trials_and_every_run_comes_once(small):
         assert not plan.left_to_train(study, arms, rows)
 
 
+def test_every_arm_has_its_shortest_runs_before_any_has_longer_ones(small):
+    path, write = small
+    write("trials = 3\nlong_steps = 20\nlong_seeds = 1", **{
+        "[arm.attnres_block]": "[arm.attnres_block]\n[arm.mhar]\ngroup = 2\nseeds = 1"})
+    study, arms, _ = plan.read_config(path, run.parse_args([str(path)]))
+    rows, order = {}, []
+    while cells := plan.wanted(study, arms, rows):
+        order.append((cells[0].arm, cells[0].steps))
+        rows[cells[0]] = row_of(3 + cells[0].lr, arms, cells[0])
+    two = ["standard", "attnres_block"]
+    assert order == [(arm, steps) for arms, steps in (
+        ([two[0]] * 3 + [two[1]] * 3 + two * 2 + ["mhar"] * 4, 5), (two * 2, 10), (two, 20), (["mhar"], 10))
+        for arm in arms]
+
+
 def test_verdicts_follow_from_the_rows(small):
     """Known effects are put into the rows: each arm is compared with its own base, controls do not count in Holm's."""
     path, write = small
@@ -293,7 +308,14 @@ def test_verdicts_follow_from_the_rows(small):
     d = stats.paired(*(plan.losses(plan.finished(study, arms, early, n, 5)) for n in ("rd", "standard")))
     shown = table.so_far(study, arms, early, "rd")
     assert f" {d.mean:+.3f} ({table.interval(d)}), won 4/4; 10: not run" in shown and len(shown) <= 75
-    assert table.compare(study, arms, early) == {} and table.so_far(study, arms, {}, "rd") == "not run"
+    assert table.compare(study, arms, {}) == {} and table.so_far(study, arms, {}, "rd") == "not run"
+    first = table.compare(study, arms, early)  # differences at the first budget, and no verdict
+    assert first.keys() == results.keys() and first["rd"]["diffs"] == {5: d} and not any(
+        r["words"] or r["p"] == r["p"] for r in first.values())
+    shown = table.markdown(study, first, {n: table.so_far(study, arms, early, n) for n in first}, [
+        dict(text="x", paper="y", nat=2 * d.mean, arm="rd", base="standard")], {})
+    assert re.search(r"\| `rd` \| 10 steps not run \| `standard` \| -0.*, won 4/4 \| not run \| not run \|", shown)
+    assert "), 5 steps only | same sign, 0.5 × | no verdict yet |" in shown and shown.count("`rd` |") == 1
     claim = dict(text="x", paper="y", nat=-0.01, arm="attnres_block", base="rd")
     shown = table.markdown(study, results, {"hc": "not run"}, [claim], {}, ["a line"])
     assert re.search(r"same sign, (0.9|1.0|1.1) × \| gain \|", shown) and "| `hc` | not run |" in shown
