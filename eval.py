@@ -14,12 +14,12 @@
 
 The loss is the mean negative log-likelihood over the whole split in nats per token: every token but the first is
 predicted once, from at most seq_len tokens before it. Neither the batch size nor the number of processes changes it.
+Bits per byte are those of all these tokens, ends of documents too, over the bytes of the text.
 """
-import argparse
 import json
 import math
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,14 +28,14 @@ import numpy as np
 import torch
 
 import hub
-from model import GPT, AttnRes, depth_logits, span
-from prepare_fineweb import Parser, UserError, get_encoding
-from train import (Tokens, autocast, build_from, check_agreement, choose_device, choose_dtype, evaluate, guard,
-                   load_config, load_source, read_meta, start_processes, weights_checksum)
+from model import AttnRes, depth_logits, span
+from prepare_fineweb import Parser, UserError, get_encoding, read_meta
+from train import (Tokens, autocast, build, build_from, check_agreement, choose_device, choose_dtype, evaluate, guard,
+                   load_config, load_source, start_processes, weights_checksum, with_vocabulary)
 
 
 def parse_args(argv):
-    p = Parser("eval.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    p = Parser("eval.py", description=__doc__)
     p.add_argument("run", nargs="?", help="run folder (its last.pt), checkpoint file, Hugging Face folder or Hub id")
     p.add_argument("--split", choices=("train", "val", "test"), help="default val")
     p.add_argument("--data_dir", help="folder with the token shards (default: that of the run)")
@@ -50,8 +50,8 @@ def parse_args(argv):
     p.add_argument("--windows", type=int, help="windows of seq_len tokens for --routing and --scales (default 32)")
     p.add_argument("--figures", help="folder for the figures of --routing (default: routing/ in the run folder)")
     p.add_argument("--ngram", type=int, help="print the losses of 1- to n-gram counts of its training tokens instead")
-    p.add_argument("--prompt", help="write a continuation of this text instead of evaluating")
-    p.add_argument("--tokens", type=int, help="tokens to write (default 200)")
+    p.add_argument("--prompt", help="continue this text, until the model ends it, instead of evaluating")
+    p.add_argument("--tokens", type=int, help="tokens to write at most (default 200)")
     p.add_argument("--samples", type=int, help="continuations to write (default 1)")
     p.add_argument("--temperature", type=float, help="0 takes the likeliest token (default 0.8)")
     p.add_argument("--top_k", type=int, help="sample among the k likeliest tokens; 0: among all (default)")
@@ -71,8 +71,8 @@ def parse_args(argv):
              "with --tasks": {"limit": 0, "shots": None, "task_dir": ""},
              "with --prompt": {"tokens": 200, "samples": 1, "temperature": 0.8, "top_k": 0, "seed": 1}}
     from_zero = "temperature", "top_k", "seed", "shots"
-    given = [name for name in ("compare", "export", "ngram", "prompt", "tasks", "routing", "scales")
-             if getattr(args, name) not in (None, False)]
+    given = args.given = [name for name in ("compare", "export", "ngram", "prompt", "tasks", "routing", "scales")
+                          if getattr(args, name) not in (None, False)]
     if len(given) > 1:
         p.error(f"--{given[1]} has no effect with --{given[0]}")
     if (args.run is None) != (given == ["compare"]):
@@ -153,8 +153,10 @@ def sample(args, model, saved, device, dtype):
     torch.manual_seed(args.seed)
     with autocast(device, dtype):
         prompts = torch.tensor([ids] * args.samples, device=device)
-        out = model.generate(prompts, args.tokens, args.temperature, args.top_k, encoding.n_vocab)
-    return [encoding.decode(row[len(encoding.first):]) for row in out.tolist()]
+        out = model.generate(prompts, args.tokens, args.temperature, args.top_k, encoding.n_vocab,
+                             lambda idx: bool((idx[:, len(ids):] == encoding.eot_token).any(1).all()))
+    ends = [[*row, encoding.eot_token].index(encoding.eot_token, len(ids)) for row in out.tolist()]
+    return [encoding.decode(row[len(encoding.first):end]) for row, end in zip(out.tolist(), ends)]
 
 
 def find_encoding(args, model, saved):
@@ -213,13 +215,15 @@ def export(args):
 
 
 def run(args):
+    device, _ = choose_device(args.device)
+    rank, world = start_processes(device)
+    if rank and {*args.given} & {"compare", "export", "routing", "ngram", "scales"}:
+        return None  # these are for one process
     if args.compare:
         return compare_runs(args)
     if args.export is not None:
         return export(args)
-    device, _ = choose_device(args.device)
     dtype, _ = choose_dtype(args.dtype, device)
-    rank, world = start_processes(device)
     make = start_of if args.scales and args.run.endswith(".toml") else load_model
     model, saved, path = make(args.run, device, dtype)
     if args.prompt is not None:
@@ -255,10 +259,7 @@ def main(argv=None):
 def start_of(path, device, dtype):
     """What load_model returns, for a configuration before its first step."""
     cfg, t = load_config([path])
-    meta = read_meta(t.data_dir)
-    if not meta:
-        raise UserError(f"{path}: {t.data_dir} has no data yet: prepare it, for instance with python train.py {path}")
-    model = GPT(replace(cfg, vocab_size=cfg.vocab_size or meta["vocab_size"]))
+    model = build(with_vocabulary(cfg, t))
     model.init_weights(t.seed)
     saved = dict(step=0, cfg=model.cfg, config=asdict(model.cfg) | asdict(t), data={})
     return model.to(device, torch.float64 if dtype == torch.float64 else None).eval(), saved, path
@@ -329,7 +330,7 @@ def random_like(q, generator):
 
 
 def measure_routing(model, rows, batch, device, dtype):
-    """Statistics of all routes on windows of tokens (n, seq_len + 1), averaged over tokens; definitions in README."""
+    """Statistics of all routes on windows of tokens (n, seq_len + 1), averaged over tokens."""
     res, generator, sums = model.residual, torch.Generator().manual_seed(0), {}
 
     def add(route, **values):

@@ -17,9 +17,11 @@ import os
 import random
 import re
 import shutil
+import sys
 import zlib
 from collections import ChainMap
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from difflib import get_close_matches
 from pathlib import Path
@@ -30,21 +32,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from model import GPT, RESIDUAL_MODES, AttnRes, Delta, GPTConfig, all_knobs
-from prepare_fineweb import END_OF_TEXT, PATTERNS, Tokenizer, Unreachable, UserError, first_line, patiently
+from prepare_fineweb import (END_OF_TEXT, HUB_ID, PATTERNS, Tokenizer, Unreachable, UserError, first_line, need,
+                             patiently)
 
 FAMILIES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
 # The names that decide the shape of a model, apart from seq_len and the residual's knobs
 SHAPE = ("vocab_size", "n_layer", "n_head", "n_kv_head", "head_dim", "n_embd", "n_ffn", "rope_theta", "rope_scale",
          "norm_eps", "qk_norm", "tie_embeddings", "n_expert", "n_expert_active")
 LLAMA3 = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)  # those of model.rotary
-
-
-def need(package, what="Hugging Face models", file="requirements-hub.txt"):
-    """Import an optional package, or say how to get it."""
-    try:
-        return importlib.import_module(package)
-    except ImportError as e:
-        raise UserError(f"{what} need {package.split('.')[0]} ({first_line(e)}): pip install -r {file}") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -54,7 +49,7 @@ def need(package, what="Hugging Face models", file="requirements-hub.txt"):
 def is_model(name):
     """Whether a name means a Hugging Face folder or a Hub id (owner/name or owner/name@revision), not a run."""
     name, exists = str(name), os.path.exists
-    hub_id = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?", name) and not exists(name.split("/")[0])
+    hub_id = re.fullmatch(HUB_ID, name) and not exists(name.split("/")[0])
     return bool(exists(os.path.join(name, "config.json")) or hub_id)
 
 
@@ -185,6 +180,11 @@ class Tensors(Mapping):
                                 f"config.json asks for {[rows, *out.shape[1:]]}")
             out[row:row + rows] = piece
             row += rows
+        if name == "embed.weight" and (head := self.files.get("lm_head.weight")) and "head.weight" not in self.parts:
+            with need("safetensors").safe_open(head, "pt") as f:
+                if not torch.equal(f.get_tensor("lm_head.weight").to(out), out):
+                    raise UserError(f"{self.folder}: config.json ties lm_head.weight to the embedding, but the two "
+                                    "differ: set tie_word_embeddings to false there if the head is one of its own")
         if not out.isfinite().all():
             raise UserError(f"{self.folder}: the weights of {self.parts[name][0][0]} are not finite")
         return out
@@ -237,12 +237,18 @@ def export(saved, folder, form="", dtype=None, source=None):
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists already: choose another folder")
     save_file = need("safetensors.torch").save_file
+    try:
+        source = locate(source) if source and is_model(source) else None
+    except UserError:
+        source = None  # gone by now
     folder.mkdir(parents=True, exist_ok=True)
     if form == "huggingface":
         out, config = {}, describe(cfg, dtype or saved["model"]["gain"].dtype)
         for ours, parts in layout(cfg):
             pieces = saved["model"][ours].split([rows for _, rows in parts])
             out |= {theirs: piece for (theirs, _), piece in zip(parts, pieces)}
+        old = json.loads((source / "config.json").read_text(encoding="utf-8")) if source else {}
+        config |= {name: old[name] for name in ("bos_token_id", "eos_token_id") if name in old}
     else:
         out, config = saved["model"], dict(model_type="nanodepth", config=asdict(cfg))
     try:
@@ -251,10 +257,6 @@ def export(saved, folder, form="", dtype=None, source=None):
     except Exception as e:  # its own error for a full disk
         raise UserError(f"cannot write {folder / 'model.safetensors'} ({first_line(e)})") from None
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    try:
-        source = locate(source) if source and is_model(source) else None
-    except UserError:
-        source = None  # gone by now
     files = [f for pattern in TOKENIZER_FILES for f in (source.glob(pattern) if source else ())]
     for f in files:
         shutil.copy(f, folder)
@@ -375,6 +377,7 @@ class Adapter:
         super().__init__()
         self.model, self.encoding, self.decode, self.autocast, self.batch = model, encoding, decode, autocast, batch
         self.max_length, self.first = max_length, list(getattr(encoding, "first", [encoding.eot_token]))
+        self.shortened = 0  # items whose beginning did not fit into the context
         self._device = model.gain.device
 
     @property
@@ -427,12 +430,14 @@ class Adapter:
         return out
 
     def score_all(self, pairs):
+        self.shortened += sum(len(context) + len(ids) > self.max_length + 1 for context, ids in pairs)
         return self.spread(pairs, self.score, lambda pair: len(pair[0]) + len(pair[1]))
 
     def _loglikelihood_tokens(self, requests, **_):
         return self.score_all([(context, ids) for _, context, ids in requests])
 
     def loglikelihood_rolling(self, requests, **_):
+        # a tokenizer that begins a text with BOS has it twice here, as in the harness' own backend
         utils, windows, owner = importlib.import_module("lm_eval.utils"), [], []
         for i, (text,) in enumerate(r.args for r in requests):
             cut = utils.get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1)
@@ -444,12 +449,15 @@ class Adapter:
         return total
 
     def generate_until(self, requests, **_):
+        self.shortened += sum(len(self.tok_encode(context)) > self.max_length - options.get("max_gen_toks", 256)
+                              for context, options in (r.args for r in requests))
         return self.spread([r.args for r in requests], lambda part: [self.write(*args) for args in part],
                            lambda args: len(args[0]))
 
     def write(self, context, options):
         """The continuation of a text up to the first of options["until"], in at most options["max_gen_toks"] tokens."""
-        stops = [options.get("until") or []] if isinstance(options.get("until"), str) else options.get("until") or []
+        stops = options.get("until") or []
+        stops = [stops] if isinstance(stops, str) else stops
         n, sampled = options.get("max_gen_toks", 256), options.get("do_sample", False)
         if n >= self.max_length:
             raise UserError(f"a task writes {n} tokens, and the model has a context of {self.max_length}")
@@ -483,8 +491,12 @@ def run_tasks(tasks, *model, limit=None, shots=None, folder=None):
     harness = type("Harness", (Adapter, TemplateLM), {})(*model)
     rank, os.environ["LOCAL_RANK"] = os.environ.get("LOCAL_RANK"), "0"  # or the harness gives results to one process
     try:
-        return lm_eval.simple_evaluate(model=harness, tasks=tasks, num_fewshot=shots, limit=limit, task_manager=manager,
-                                       bootstrap_iters=1000)
+        found = lm_eval.simple_evaluate(model=harness, tasks=tasks, num_fewshot=shots, limit=limit,
+                                        task_manager=manager, bootstrap_iters=1000)
+        if harness.shortened and rank in (None, "0"):
+            print(f"note: {harness.shortened:,} texts are longer than the context of {harness.max_length:,} tokens and "
+                  "have lost their beginning", file=sys.stderr)
+        return found
     except OSError as e:  # those of the libraries that fetch the data are among these
         raise UserError(f"the data of {', '.join(tasks)} cannot be had ({first_line(e)[:200]})") from None
     finally:
@@ -530,11 +542,13 @@ def mcnemar(only_a, only_b):
     return min(1.0, 2 * total / 2**n)
 
 
-def holm(p):
-    """Holm's adjusted p of several tests, in their order: any below 0.05 is so for all of them together."""
-    out, worst = list(p), 0.0
-    for done, i in enumerate(sorted(range(len(p)), key=lambda i: p[i])):
-        out[i] = worst = max(worst, min(1.0, p[i] * (len(p) - done)))
+def holm(p, planned=0):
+    """{name: p} -> {name: p corrected for looking at all of them} (Holm 1979), or at `planned` if those are more, of
+    which the rest is not known yet; nan stays nan and does not count."""
+    tested = sorted((value, name) for name, value in p.items() if not math.isnan(value))
+    out, worst = dict(p), 0.0
+    for i, (value, name) in enumerate(tested):
+        worst = out[name] = min(1.0, max(worst, value * (max(planned, len(tested)) - i)))
     return out
 
 
@@ -594,9 +608,8 @@ def compare(a, b):
             row |= dict(only_a=int((d < 0).sum()), only_b=int((d > 0).sum()))
             row["p"] = mcnemar(row["only_a"], row["only_b"])
         rows.append(row)
-    tested = [row for row in rows if "p" in row]
-    for row, p in zip(tested, holm([row["p"] for row in tested])):
-        row["holm"] = p
+    for i, p in holm({i: row["p"] for i, row in enumerate(rows) if "p" in row}).items():
+        rows[i]["holm"] = p
     return rows
 
 
@@ -622,10 +635,8 @@ def locate_tokenizer(name):
         path = patiently(f"download tokenizer.json of {repo}", repo, lambda: get("tokenizer.json"))
     except Unreachable as e:
         raise UserError(f"{e}. Without network: give a folder that holds its tokenizer.json") from None
-    try:
+    with suppress(Exception):  # not every model has one, and it only says which token ends a text
         get("tokenizer_config.json")
-    except Exception:  # not every model has one, and it only says which token ends a text
-        pass
     return path
 
 
@@ -641,7 +652,7 @@ def read_tokenizer(path):
     saved, text, name = canonical(path)
     special = {t["content"]: t["id"] for t in saved["added_tokens"] if t["special"]}
     added = {t["content"]: t["id"] for t in saved["added_tokens"] if not t["special"]}
-    first, last = document_ends(saved.get("post_processor"), special | added)
+    first, last = document_ends(saved.get("post_processor"))
     end = end_of_text(path, special | added, first)
     ends = dict(first=first, last=last, end_of_text=end)
     wrapped = fast = None
@@ -660,7 +671,7 @@ def read_tokenizer(path):
     return wrapped
 
 
-def document_ends(post, ids):
+def document_ends(post):
     """(ids before a text, ids behind it) as the post-processor adds them."""
     first, last = [], []
     for p in post["processors"] if post and post["type"] == "Sequence" else [post] if post else []:

@@ -52,10 +52,10 @@ class GPTConfig:
     route_heads: int = 0  # depth heads per route; 0 = the mode's own number
     rd_control: Literal["none", "tied", "average", "frozen_v"] = "none"  # rd: see `RoleDecoupled`
     dar_routing: Literal["reciprocal", "self_kv", "cross_v", "fixed_kv", "sep_v"] = "reciprocal"  # dar: see `Dual`
-    delta_sources: Literal["true", "released"] = "true"  # delta_block: true | released (the released code's recursion)
+    delta_sources: Literal["true", "released"] = "true"  # delta_block; released: the released code's recursion
     n_streams: int = 4  # hc, mhc: number of residual streams
     dynamic_gates: bool = False  # hc, dar: gates depend on the token too
-    route_impl: Literal["auto", "reference", "fused"] = "auto"  # who computes the routing: auto | reference | fused
+    route_impl: Literal["auto", "reference", "fused"] = "auto"  # who computes the routing
     remat: bool = False  # recompute sublayers in the backward pass instead of keeping their activations
     rope_theta: float = 10000.0  # base of the rotary frequencies
     rope_scale: float = 1.0  # Llama 3's stretch of the slow rotary frequencies: 8 in 3.1, 32 in 3.2; 1 = none
@@ -217,8 +217,7 @@ class Residual(nn.Module):
     def read(self, site, state):
         """Normalised input of a sublayer: (for queries and keys, for values); MLP and head take the first. The norm's
         gain is the sublayer's own."""
-        normed = rms_norm(state[0], self.eps)
-        return normed, normed
+        return (rms_norm(state[0], self.eps),) * 2
 
     def write(self, site, state, y):
         """The state after sublayer `site` has returned y (B, T, D)."""
@@ -274,8 +273,7 @@ class AttnRes(Residual):
     def read(self, site, state):
         sources = self.sources(site, state)
         h = self.mix(str(site), sources, factor=len(sources))
-        normed = rms_norm(h, self.eps)
-        return normed, normed
+        return (rms_norm(h, self.eps),) * 2
 
     def write(self, site, state, y):
         if site % self.depth_block == 0:
@@ -315,8 +313,7 @@ class Cumulative(AttnRes):
     """
 
     def read(self, site, state):
-        normed = rms_norm(self.mix(str(site), state), self.eps)
-        return normed, normed
+        return (rms_norm(self.mix(str(site), state), self.eps),) * 2
 
     def write(self, site, state, y):
         return (*state, state[-1] + y)
@@ -355,8 +352,7 @@ class Delta(AttnRes):
         return super().n_sources(site) if site < self.n_sublayer else 0
 
     def start(self, e):
-        x, = super().start(e)
-        return x, x
+        return super().start(e) * 2
 
     def sources(self, site, state):
         return state[1:]
@@ -370,8 +366,7 @@ class Delta(AttnRes):
         if site < self.n_sublayer:
             sources = self.sources(site, state)
             h = self.add(site, h, self.mix(str(site), sources), len(sources))
-        normed = rms_norm(h, self.eps)
-        return normed, normed
+        return (rms_norm(h, self.eps),) * 2
 
     def write(self, site, state, y):
         x, *sources = state
@@ -392,16 +387,14 @@ class DeltaBlock(Delta):
         self.released = cfg.knob("delta_sources") == "released"
 
     def n_sources(self, site):
-        closed = max(0, math.ceil(site / self.depth_block) - 1)
-        return 1 + closed if site < self.n_sublayer else 0
+        return max(1, math.ceil(site / self.depth_block)) if site < self.n_sublayer else 0
 
     def sources(self, site, state):
         _, e, *blocks = state
         return (e, *blocks[:-1])
 
     def write(self, site, state, y):
-        opens_later_block = site % self.depth_block == 0 and len(state) > 2
-        if self.released and opens_later_block:
+        if self.released and site and site % self.depth_block == 0:  # opens a depth block, not the first
             x, *sources = state
             return (x + y, *sources, y + sources[-2])
         return super().write(site, state, y)
@@ -466,8 +459,7 @@ class RoleDecoupled(AttnRes):
         else:
             h_v = self.mix(f"{site}_v", state, factor=S)
         if self.control == "average":
-            normed = rms_norm((h_qk + h_v) / 2, self.eps)
-            return normed, normed
+            return (rms_norm((h_qk + h_v) / 2, self.eps),) * 2
         return rms_norm(h_qk, self.eps), rms_norm(h_v, self.eps)
 
 
@@ -535,8 +527,7 @@ class Dual(AttnRes):
         return logit
 
     def start(self, e):
-        e, = super().start(e)
-        return e, e
+        return super().start(e) * 2
 
     def histories(self, state):
         n = len(state) // 2
@@ -558,8 +549,7 @@ class Dual(AttnRes):
         if site:  # at site 0 both histories are e
             reads, S = self.retrieve(site, state), len(state) // 2
             h = depth_sum(S * self.gates(f"a{site}", reads).softmax(0), reads)
-        normed = rms_norm(h, self.eps)
-        return normed, normed
+        return (rms_norm(h, self.eps),) * 2
 
     def write(self, site, state, y):
         H0, H1 = self.histories(state)
@@ -626,8 +616,7 @@ class HyperConnections(Residual):
         return value
 
     def start(self, e):
-        e, = super().start(e)
-        return (e,) * self.n_streams
+        return super().start(e) * self.n_streams
 
     def read(self, site, state):
         h = state[0]
@@ -636,8 +625,7 @@ class HyperConnections(Residual):
             h = depth_sum([mean] * self.n_streams, state)
         elif site:
             h = depth_sum(self.connect("A", site, state), state)
-        normed = rms_norm(h, self.eps)
-        return normed, normed
+        return (rms_norm(h, self.eps),) * 2
 
     def write(self, site, state, y):
         R, b = self.connect("R", site, state), self.connect("b", site, state)
@@ -880,7 +868,7 @@ class KVCache:
 
     def __init__(self, cfg, batch, seq_len, device, dtype):
         shape = cfg.n_layer, 2, batch, cfg.n_kv_head, seq_len, cfg.head_dim
-        self.kv, self.length, self.seq_len = torch.empty(shape, device=device, dtype=dtype), 0, seq_len
+        self.kv, self.length = torch.empty(shape, device=device, dtype=dtype), 0
 
     def append(self, layer, k, v):
         """Store k, v (B, H, T, K) behind the others and return all. `length` moves after the last layer."""
@@ -996,7 +984,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed=None):
-        """The only place where parameters get their start values, behind a fresh seed where one is given.
+        """Start values, behind a fresh seed where one is given. (train.fill draws the same, a parameter at a time.)
 
         Matrices are drawn from N(0, start_std^2) in the order embedding, sublayers, head; gains are 1. The residual's
         own start draws no random numbers: modes of one seed share all the rest exactly.
@@ -1119,13 +1107,12 @@ class GPT(nn.Module):
 
         `lr_mult` is the group's factor on the learning rate.
         """
-        names = {name: p for name, p in self.named_parameters()}
-        kind = {n: "residual" if n.startswith("residual.") else "matrix" if p.dim() == 2 and n not in
-                ("embed.weight", "head.weight") else "plain" for n, p in names.items()}
-        groups = [dict(params=[names[n] for n in names if kind[n] == want], weight_decay=decay, lr_mult=mult, name=want)
-                  for want, decay, mult in (("matrix", weight_decay, 1.0), ("plain", 0.0, 1.0),
-                                            ("residual", 0.0, route_lr_mult))]
-        return [g for g in groups if g["params"]]
+        groups = {name: dict(params=[], weight_decay=decay, lr_mult=mult, name=name) for name, decay, mult in (
+            ("matrix", weight_decay, 1.0), ("plain", 0.0, 1.0), ("residual", 0.0, route_lr_mult))}
+        for n, p in self.named_parameters():
+            matrix = p.dim() == 2 and n not in ("embed.weight", "head.weight")
+            groups["residual" if n.startswith("residual.") else "matrix" if matrix else "plain"]["params"].append(p)
+        return [g for g in groups.values() if g["params"]]
 
     def count(self):
         """Number of parameters: total, without embedding and head, and of the residual."""

@@ -27,10 +27,10 @@ the source is.
 import argparse
 import base64
 import errno
-import fcntl
 import glob
 import gzip
 import hashlib
+import importlib
 import io
 import json
 import multiprocessing
@@ -57,6 +57,11 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
 
+try:
+    import fcntl
+except ImportError:
+    sys.exit("Linux or macOS is needed; on Windows use its Linux, WSL")
+
 import numpy as np
 
 SPLITS = "train", "val", "test"
@@ -70,7 +75,7 @@ SEGMENT_CHARS = 20_000, 100_000  # longer documents are encoded in segments: see
 SAVE_SECONDS = 5  # how often the state for a continued run is written
 SUFFIXES = ".txt", ".jsonl", ".parquet"
 TIMEOUT = 8  # seconds without an answer from the network
-
+HUB_ID = r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?"  # owner/name[@revision]
 
 AGAIN = "delete the folder and prepare the data again"
 
@@ -80,6 +85,9 @@ class UserError(Exception):
 
     def __str__(self):
         return one_line(super().__str__())
+
+
+PATHS = {"run", "config", "source", "out", "runs", "tokenizer", "data_dir", "task_dir", "figures", "export", "compare"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -107,7 +115,12 @@ class Parser(argparse.ArgumentParser):
             if name in seen:
                 self.error(f"--{name} is given twice")
             seen.add(name)
-        return super().parse_args(args, namespace)
+        out = super().parse_args(args, namespace)
+        for name in PATHS & vars(out).keys():  # a shell leaves the ~ of --out=~/data as it is
+            value = getattr(out, name)
+            setattr(out, name, [*map(os.path.expanduser, value)] if isinstance(value, list) else
+                    value and os.path.expanduser(value))
+        return out
 
 
 def whole(text):
@@ -140,6 +153,21 @@ class Lost(Bad):
 
 class Damaged(Exception):
     """A file that cannot be read on: (why, bytes of it that could be read, documents that it should have or None)."""
+
+
+def need(package, what="a Hugging Face model", file="requirements-hub.txt"):
+    """Import an optional package, or say what needs it and how to get it."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as e:
+        raise UserError(f"{what} needs {package.split('.')[0]} ({first_line(e)}): pip install -r {file}") from None
+
+
+def print_anything():
+    """Names of files and texts may hold what the terminal does not know. (A notebook's stream knows everything.)"""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def one_line(text):
@@ -183,12 +211,12 @@ def check_shards(folder, shards, contents=True):
             raise UserError(f"{path}: damaged: its checksum is {crc:08x}, meta.json has {s['crc32']:08x}; {AGAIN}")
 
 
-def file_crc(path, tokens_end=None):
+def file_crc(path, end=None):
     """CRC-32 of a shard's tokens."""
     crc = 0
     with open(path, "rb") as f:
         f.seek(HEADER_BYTES)
-        while block := f.read(1 << 22 if tokens_end is None else min(1 << 22, tokens_end - f.tell())):
+        while block := f.read(1 << 22 if end is None else min(1 << 22, end - f.tell())):
             crc = zlib.crc32(block, crc)
     return crc
 
@@ -398,15 +426,15 @@ class Source(NamedTuple):
 
 def find_source(args, hub):
     """--source -> Source; `hub` is what an earlier run found there."""
+    kind = "." + args.format if args.format else ""
     if args.source == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
         files = (p for p in root.rglob("*.py") if not {"site-packages", "dist-packages"} & set(p.parts))
         return local_source("stdlib", files, ".py")
     if args.source == "fineweb-edu":
-        return hub_source("HuggingFaceFW/fineweb-edu", args.config or "sample-10BT" * (not args.files), args, hub)
+        return hub_source("HuggingFaceFW/fineweb-edu", args.config or "sample-10BT" * (not args.files), kind, args, hub)
     if args.source.startswith("hf:"):
-        return hub_source(args.source[3:], args.config, args, hub)
-    kind = "." + args.format if args.format else ""
+        return hub_source(args.source[3:], args.config, kind, args, hub)
     if args.source == "-":
         return Source("stdin", [["-", 0]], lambda i: "-", kind or ".txt")
     path = Path(args.source)
@@ -436,13 +464,9 @@ def local_source(stem, files, kind):
     return Source(stem or "text", files, lambda i: files[i][0], kind)
 
 
-def hub_source(repo, config, args, hub):
+def hub_source(repo, config, kind, args, hub):
     """The train split of a dataset of the Hugging Face Hub; each file is downloaded while the one before is read."""
-    try:
-        import huggingface_hub
-    except ImportError:
-        raise UserError(f"--source={args.source} needs huggingface_hub: pip install -r requirements-data.txt") from None
-    kind = "." + args.format if args.format else ""
+    huggingface_hub = need("huggingface_hub", f"--source={args.source}", "requirements-data.txt")
     if hub is None:
         sizes, card, revision = list_dataset(repo, args.revision)
         files = choose_files(sizes, card, config, args.files, kind, repo)
@@ -613,8 +637,8 @@ def choose_files(sizes, card, config, pattern, kind, repo):
     except (KeyError, TypeError, AttributeError) as e:
         raise UserError(f"{repo}: its card is not as it should be ({type(e).__name__}: {first_line(e)}); "
                         f"{name_them}") from None
-    files = [n for n, split in splits.items() if split == "train" and not (
-        not pattern and re.match("(readme|licen[sc]e|notice|copying|citation)", os.path.basename(n).lower()))]
+    files = [n for n, split in splits.items() if split == "train" and (
+        pattern or not re.match("(readme|licen[sc]e|notice|copying|citation)", os.path.basename(n).lower()))]
     if not files:
         found = f"no file of a split train (it has: {', '.join(sorted(set(splits.values())))})" if splits else (
             f"no {', '.join(SUFFIXES)} among its {len(sizes):,} files (for other names give --format)")
@@ -635,7 +659,8 @@ def matches(pattern, name):
 
 
 def walk(path):
-    """The files below a folder, or the file itself. Links to folders are not followed (they may lead back)."""
+    """The files below a folder, or the file itself. Links to folders are not followed (they may lead back), and what is
+    hidden is not read."""
     if not path.is_dir():
         yield path
         return
@@ -645,7 +670,15 @@ def walk(path):
     for folder, below, names in os.walk(path, onerror=stop):
         for link in (name for name in below if os.path.islink(os.path.join(folder, name))):
             print(f"{os.path.join(folder, link)} is a link to a folder: not followed")
-        yield from (Path(folder) / name for name in names if (Path(folder) / name).is_file())
+        for name in filter(hidden, [*below, *filter(is_text, names)]):
+            print(f"{os.path.join(folder, name)} is hidden: not read")
+        below[:] = (name for name in below if not hidden(name))
+        yield from (Path(folder) / name for name in names if not hidden(name) and (Path(folder) / name).is_file())
+
+
+def hidden(name):
+    """What editors, notebooks and macOS leave beside a text: copies of it, for the most part."""
+    return name.startswith(".") or name == "__MACOSX"
 
 
 def suffix(name):
@@ -670,7 +703,7 @@ def open_text(path):
             if path.endswith(".gz"):
                 yield gzip.open(raw, "rb"), told
             elif path.endswith(".zst"):
-                yield io.BufferedReader(ZstdFile(raw, zstandard(path))), told
+                yield io.BufferedReader(ZstdFile(raw, need("zstandard", path, "requirements-data.txt"))), told
             else:
                 yield raw, told
         except (EOFError, OSError, zlib.error, *zstd_errors()) as e:
@@ -703,14 +736,6 @@ class ZstdFile(io.RawIOBase):
         n = min(len(buffer), len(self.out))
         buffer[:n], self.out = self.out[:n], self.out[n:]
         return n
-
-
-def zstandard(path):
-    try:
-        import zstandard
-        return zstandard
-    except ImportError:
-        raise UserError(f"{path} needs zstandard: pip install -r requirements-data.txt") from None
 
 
 def zstd_errors():
@@ -770,13 +795,10 @@ def parse_json(line, text_key):
 
 
 def read_parquet(path, skip, text_key):
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise UserError(f"{path} needs pyarrow: pip install -r requirements-data.txt") from None
+    pyarrow, parquet = (need(p, path, "requirements-data.txt") for p in ("pyarrow", "pyarrow.parquet"))
     index, total, size = 0, None, os.path.getsize(path)
     try:
-        with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as f:
+        with parquet.ParquetFile(path, page_checksum_verification=True) as f:
             if text_key not in f.schema_arrow.names:
                 names = ", ".join(f.schema_arrow.names)
                 raise UserError(f"{path} has no column {text_key!r} (it has: {names}): give --text_key")
@@ -893,13 +915,9 @@ class Tokenizer:
         self.spec = dict(name=name, special_tokens=special_tokens, pat_str=pat_str, ranks=ranks, hf=hf, normal=normal,
                          added=list(added), first=first, last=list(last), end_of_text=end)
         self.name, self.normal, self.first, self.last, self.eot_token = name, normal, first, list(last), end
-        self.bos_token = first[0] if first != [end] else None
         self.hf, self.tokens_in_text = bool(hf), dict(allowed_special=set(added), disallowed_special=())
         if hf:
-            try:
-                import tokenizers
-            except ImportError:
-                raise UserError(f"the tokenizer {name} needs tokenizers: pip install -r requirements-hub.txt") from None
+            tokenizers = need("tokenizers", f"the tokenizer {name}")
             try:
                 self.core = tokenizers.Tokenizer.from_str(hf)
             except Exception as e:  # the library raises no other
@@ -986,7 +1004,7 @@ def get_encoding(name, pattern=""):
     import tiktoken
     import tiktoken.load
     if name not in tiktoken.list_encoding_names():
-        if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?", name):
+        if re.fullmatch(HUB_ID, name):
             import hub
             return hub.read_tokenizer(hub.locate_tokenizer(name))
         raise UserError(f"--tokenizer={name} is unknown: give bytes, a tiktoken encoding "
@@ -1278,7 +1296,7 @@ def fill(args):
                     text_bytes = len(encoder.decode_bytes(ids[len(encoder.first):].tolist()))
                 writer.add(ids, text_bytes)
             state["position"] = position
-            bad, lost = ([s for s in skipped if (s[1] is None) == usual] for usual in (True, False))
+            bad, lost = [s for s in skipped if s[1] is None], [s for s in skipped if s[1] is not None]
             state["skipped"] += len(bad)
             state["skipped_first"] = (state["skipped_first"] + [line for line, _ in bad])[:20]
             state["lost"] += [line for line, _ in lost]
@@ -1403,8 +1421,7 @@ def report(out, meta):
 
 
 def main(argv=None):
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # names of files need not be printable
+    print_anything()
     try:
         args = parse_args(argv)
         verify(Path(args.out)) if args.verify else prepare(args)

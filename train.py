@@ -22,7 +22,6 @@ import math
 import os
 import platform
 import re
-import resource
 import shlex
 import shutil
 import signal
@@ -38,7 +37,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from difflib import get_close_matches
 from importlib.util import find_spec
+from itertools import chain, product
 from pathlib import Path
+from typing import Literal, get_args
 
 try:
     import tomllib
@@ -51,8 +52,9 @@ import torch.distributed as dist
 
 import hub
 import prepare_fineweb
-from model import GPT, RESIDUAL_MODES, GPTConfig, at_least_fp32, require, require_choice
-from prepare_fineweb import UserError, check_shards, file_crc, first_line, lock_folder, read_header, read_meta
+from model import GPT, RESIDUAL_MODES, GPTConfig, at_least_fp32, require, require_choice, require_choices
+from prepare_fineweb import (UserError, check_shards, file_crc, first_line, lock_folder, print_anything, read_header,
+                             read_meta)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Configuration
@@ -61,14 +63,14 @@ from prepare_fineweb import UserError, check_shards, file_crc, first_line, lock_
 @dataclass
 class TrainConfig:
     data_dir: str = "data/fineweb"  # folder with the token shards that prepare_fineweb.py writes
-    prepare: str = ""  # flags for prepare_fineweb.py, used when data_dir does not exist yet
+    prepare: str = ""  # flags for prepare_fineweb.py, used when data_dir has no finished data yet
     out_dir: str = ""  # run folder; empty = runs/<config>-<residual_mode>-seed<seed>
     seed: int = 1  # of the initial weights and of the order of the data
-    device: str = "auto"  # auto | cpu | cuda | mps
-    dtype: str = "auto"  # compute dtype: auto | float32 | bfloat16 | float64 (float64 is for tests)
-    compile: str = "auto"  # torch.compile: auto (on CUDA) | on | off; compiled runs on a CPU are not bit-reproducible
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # where to compute
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"  # compute dtype (float64 is for tests)
+    compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; on a CPU its runs are not bit-reproducible
     init_from: str = ""  # start from these weights: a run, a Hugging Face folder, or a Hub id (owner/name[@revision])
-    parallel: str = "ddp"  # several processes: ddp (each holds the whole model) | fsdp (each holds a part of it)
+    parallel: Literal["ddp", "fsdp"] = "ddp"  # each process holds the whole model (ddp) or a part of it (fsdp)
     resume: bool = False  # go on from last.pt in the run folder; starts fresh in a new or empty one
     overwrite: bool = False  # start afresh in a run folder that holds a run: its log and checkpoints are deleted
     micro_batch: int = 8  # sequences per process in one forward pass; lower it when memory runs out
@@ -78,8 +80,8 @@ class TrainConfig:
     lr: float = 6e-4  # peak learning rate
     min_lr: float = 6e-5  # learning rate of the last step
     warmup_steps: int = 200  # steps of linear warm-up; the last of them has the peak rate
-    optimizer: str = "adamw"  # adamw | muon (for the matrices of the sublayers; AdamW for the rest)
-    schedule: str = "cosine"  # after the warm-up: cosine | wsd (constant, then linear over decay_steps)
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices of the sublayers; AdamW for the rest
+    schedule: Literal["cosine", "wsd"] = "cosine"  # after the warm-up; wsd: constant, then linear over decay_steps
     decay_steps: int = 0  # wsd: length of the decay; 0 = a fifth of max_steps
     beta1: float = 0.9  # AdamW: decay of the first moment
     beta2: float = 0.95  # AdamW: decay of the second moment
@@ -97,7 +99,7 @@ class TrainConfig:
     gpus: int = 1  # for estimate: number of GPUs
     gpu: str = "H100"  # for estimate: one of those in study/estimate.py
     mfu: float = 0.4  # for estimate: part of the GPU's peak that the run is assumed to reach
-    tracker: str = "none"  # none | tensorboard | wandb
+    tracker: Literal["none", "tensorboard", "wandb"] = "none"  # where log rows go as well
 
     def __post_init__(self):
         for name in ("micro_batch", "tokens_per_step", "max_steps", "eval_tokens", "log_every", "gpus"):
@@ -114,11 +116,7 @@ class TrainConfig:
         for name in ("beta1", "beta2"):
             require(0 <= getattr(self, name) < 1, f"{name}={getattr(self, name)}: must be in [0, 1)")
         require(self.dtype != "float16", "dtype=float16 is not supported: use bfloat16 or float32")
-        for name, choices in (("device", ("auto", "cpu", "cuda", "mps")), ("compile", ("auto", "on", "off")),
-                              ("dtype", ("auto", "float32", "bfloat16", "float64")), ("schedule", ("cosine", "wsd")),
-                              ("optimizer", ("adamw", "muon")), ("parallel", ("ddp", "fsdp")),
-                              ("tracker", ("none", "tensorboard", "wandb"))):
-            require_choice(name, getattr(self, name), choices)
+        require_choices(self)
         require(self.seed < 2**62, f"seed={self.seed}: must be below 2^62")
         require(self.schedule == "wsd" or not self.decay_steps, f"decay_steps={self.decay_steps} has no effect in "
                 f"schedule={self.schedule}: remove it, or use schedule=wsd")
@@ -167,7 +165,8 @@ def load_config(argv):
         for cls in (GPTConfig, TrainConfig):
             print(f"{cls.__name__}:")
             for name, comment in re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(cls), re.M):
-                print(f"  --{name}={SCHEMA[name].default}".ljust(34), comment)
+                choices = " | ".join(get_args(SCHEMA[name].type))
+                print(f"  --{name}={SCHEMA[name].default}".ljust(34), comment + f" ({choices})" * bool(choices))
         print("residual modes: what a sublayer reads, and where it is from")
         for name, mode in RESIDUAL_MODES.items():
             print(f"  {name:19} {mode.reads} ({mode.paper})")
@@ -195,8 +194,7 @@ def load_config(argv):
         if not str(file).endswith(".toml"):
             raise UserError(f"{path!r}: expected a .toml file, a run folder or --key=value")
         try:
-            with open(file, "rb") as f:
-                content = tomllib.load(f)
+            content = tomllib.loads(Path(file).read_text(encoding="utf-8-sig"))
         except (OSError, ValueError, RecursionError) as e:
             raise UserError(f"cannot read {file}: {first_line(e)}") from None
         content = {key: parse_value(path, key, value) for key, value in content.items()}
@@ -204,6 +202,7 @@ def load_config(argv):
         origin |= dict.fromkeys(content, path)
         stem = Path(path).stem
     values |= flags
+    values |= {key: os.path.expanduser(values[key]) for key in ("data_dir", "out_dir", "init_from") if key in values}
     mode, seed = values.get("residual_mode", "standard"), values.get("seed", 1)
     out_dir = values.get("out_dir") or f"runs/{stem}-{mode}-seed{seed}"
     if values.get("init_from"):
@@ -293,8 +292,7 @@ def parse_value(place, key, value, from_text=None):
         if from_text is bool:
             return {"true": True, "false": False}[value.lower()]
         if from_text:
-            value = kind(float(value) if kind is int and re.fullmatch(r"[0-9.]+e[+]?[0-9]+", value, re.I) and
-                         float(value).is_integer() else value)
+            value = prepare_fineweb.whole(value) if kind is int else kind(value)
         elif kind is int and type(value) is float and value.is_integer():  # 1e3
             value = int(value)
         elif kind is float and type(value) is int:
@@ -425,15 +423,12 @@ def read_ahead(data, t, steps, accumulate, rank, world, pin):
         rows = torch.from_numpy(data.at(starts.reshape(accumulate, world, t.micro_batch)[i, rank]))
         return rows.pin_memory() if pin else rows, zlib.crc32(starts.astype("<u8").tobytes(), data.crc)
     with ThreadPoolExecutor(1) as pool:
-        ahead = deque()
-        for place in ((step, i) for step in steps for i in range(accumulate)):
-            ahead.append(pool.submit(prepare, *place))
-            if len(ahead) > 1:
+        ahead = None
+        for place in chain(product(steps, range(accumulate)), [None]):
+            ready, ahead = ahead, place and pool.submit(prepare, *place)
+            if ready:
                 began = time.perf_counter()
-                yield *ahead.popleft().result(), time.perf_counter() - began
-        began = time.perf_counter()
-        if ahead:
-            yield *ahead.popleft().result(), time.perf_counter() - began
+                yield *ready.result(), time.perf_counter() - began
 
 
 def permute(index, n, seed):
@@ -473,12 +468,14 @@ def launched():
 
 def check_launch():
     """Processes that were started together but know nothing of each other would each train a model of their own."""
-    for name in (n for n in (*LAUNCH, "LOCAL_WORLD_SIZE") if n != "MASTER_ADDR" and launched()):
-        if not re.fullmatch("[0-9]{1,9}", value := os.environ.get(name, "1")):
-            raise UserError(f"{name}={value}, which the launcher of this process has set, is no whole number")
-    if launched() and int(os.environ["RANK"]) >= int(os.environ["WORLD_SIZE"]):  # it would wait for days
-        raise UserError("RANK={RANK} is not below WORLD_SIZE={WORLD_SIZE}: ranks count from 0".format_map(os.environ))
-    for name in () if launched() else SIZES:
+    if launched():
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "LOCAL_WORLD_SIZE"):
+            if not re.fullmatch("[0-9]{1,9}", value := os.environ.get(name, "1")):
+                raise UserError(f"{name}={value}, which the launcher of this process has set, is no whole number")
+        if int(os.environ["RANK"]) >= int(os.environ["WORLD_SIZE"]):  # it would wait for days
+            raise UserError("RANK={RANK} is not below WORLD_SIZE={WORLD_SIZE}: ranks count from 0".format(**os.environ))
+        return
+    for name in SIZES:
         if os.environ.get(name, "1") not in ("", "0", "1"):
             missing = ", ".join(n for n in LAUNCH if n not in os.environ)
             program = Path(sys.argv[0]).name or "train.py"
@@ -503,7 +500,8 @@ def choose_device(requested):
         if not torch.cuda.is_available():
             raise UserError("device=cuda, but PyTorch sees no CUDA device; use --device=auto")
         if local_world > torch.cuda.device_count():
-            raise UserError(f"{local_world} processes on {torch.cuda.device_count()} GPUs: lower --nproc_per_node")
+            raise UserError(f"{local_world} processes on {torch.cuda.device_count()} GPUs: lower --nproc_per_node, or "
+                            "let each process see all GPUs of its machine (Slurm: no --gpus-per-task)")
         torch.cuda.set_device(local_rank)
         return torch.device("cuda", local_rank), f"{reason}: {torch.cuda.get_device_name(local_rank)}"
     if kind == "mps" and not torch.backends.mps.is_available():
@@ -649,8 +647,8 @@ def load_checkpoint(path, mmap=False):
     """
     try:
         with zipfile.ZipFile(path) as z:
-            if z.testzip():
-                raise ValueError(f"{z.testzip()} in it does not match its checksum")
+            if damaged := z.testzip():
+                raise ValueError(f"{damaged} in it does not match its checksum")
             crc = zlib.crc32(repr([part.CRC for part in z.infolist()]).encode())
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
         for key, kind in dict(config=dict, data=dict, model=dict, step=int, tokens=int, best=float,
@@ -736,16 +734,13 @@ def fill(model, device, seed, weights=None, path=""):
     """A model without content gets its memory on `device` and, one parameter at a time, `weights` (read from path) or
     those of GPT.init_weights. They are drawn on the host, so that a seed gives the same ones on every device."""
     model.to_empty(device=device)
+    torch.manual_seed(seed)
     if weights is not None:
-        torch.manual_seed(seed)
         load_weights(model, weights, path)
         return model
-    residual = type(model.residual)(model.cfg)
-    torch.manual_seed(seed)
-    residual.init_weights()
     for bias in model.buffers():
         bias.zero_()
-    start = {f"residual.{name}": p for name, p in residual.named_parameters()}
+    start = {f"residual.{name}": p for name, p in hub.make_residual(model.cfg).named_parameters()}
     for name, p in model.named_parameters():
         if name not in start:
             model.init_parameter(name, value := torch.empty(p.shape))
@@ -818,10 +813,15 @@ def show_estimate(cfg, t):
         require(t.dtype in ("auto", "bfloat16"), f"dtype={t.dtype}: the estimate is for bfloat16; leave dtype out")
     except ValueError as e:
         raise UserError(str(e)) from None
+    estimate.estimate(with_vocabulary(cfg, t), t, tell)
+
+
+def with_vocabulary(cfg, t):
+    """cfg with the vocabulary of the data, if it names none."""
     meta = None if cfg.vocab_size else read_meta(t.data_dir)
     if not (meta or cfg.vocab_size):
         raise UserError(f"{t.data_dir} has no meta.json that tells the vocabulary: give --vocab_size")
-    estimate.estimate(replace(cfg, vocab_size=cfg.vocab_size or meta["vocab_size"]), t, tell)
+    return replace(cfg, vocab_size=cfg.vocab_size or meta["vocab_size"])
 
 
 def train(cfg, t):
@@ -879,7 +879,7 @@ def train(cfg, t):
         loss, waited, skew, load = 0.0, 0.0, 0.0, [0] * len(model.experts)
         for i in range(accumulate):
             rows, crc, seconds = next(batches)
-            rows, waited = rows.to(device, non_blocking=True), waited + seconds
+            rows, waited = rows.to(device, non_blocking=device.type == "cuda"), waited + seconds
             # averaged once a step; shards at once, for whole gradients would take the memory that they save
             with nullcontext() if world == 1 or sharded or i == accumulate - 1 else wrapped.no_sync():
                 with autocast(device, dtype):
@@ -1070,10 +1070,7 @@ def prepare_data(t):
 
 def open_data(cfg, t):
     """(cfg with the vocabulary, train split, val split or None, what identifies the data)."""
-    meta = read_meta(t.data_dir)
-    if not (meta or cfg.vocab_size):
-        raise UserError(f"{t.data_dir} has no meta.json that tells the vocabulary: give --vocab_size")
-    cfg = replace(cfg, vocab_size=cfg.vocab_size or meta["vocab_size"])
+    cfg, meta = with_vocabulary(cfg, t), read_meta(t.data_dir)
     data = Tokens(t.data_dir, "train", cfg.seq_len, cfg.vocab_size)
     val = Tokens(t.data_dir, "val", cfg.seq_len, cfg.vocab_size) if t.eval_every or t.eval_at_tokens else None
     return cfg, data, val, dict(tokenizer=meta["tokenizer"] if meta else "", train_tokens=data.total,
@@ -1221,13 +1218,14 @@ def resume(cfg, t, model, optimizer, about_data, say):
     if saved["data"] != about_data:
         raise UserError(f"the data in {t.data_dir} is not what {path} was trained on: choose another --out_dir")
     load_weights(model, saved["model"], path)
-    options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     try:
-        for group, own, option in zip(saved["optimizer"]["param_groups"], optimizer.param_groups, options):
+        state = saved["optimizer"]["state"]
+        for group, own in zip(saved["optimizer"]["param_groups"], optimizer.param_groups):
             for i, p in zip(group["params"], own["params"]):
-                state = saved["optimizer"]["state"]
-                state |= {i: {k: like(v, p) for k, v in state[i].items()}} if i in state else {}
-            group.update(option)  # the settings of this start; `fused` among them decides where the state has to lie
+                if i in state:
+                    state[i] = {k: like(v, p) for k, v in state[i].items()}
+            # the settings of this start; `fused` among them decides where the state has to lie
+            group.update({k: v for k, v in own.items() if k != "params"})
         optimizer.load_state_dict(saved["optimizer"])
         for group in optimizer.param_groups if saved["step"] else ():  # before the first step there is none
             names = ["momentum_buffer"] if "rows" in group else ["exp_avg", "exp_avg_sq"]
@@ -1403,7 +1401,11 @@ class Log:
                 raise UserError(f"cannot write {self.path} ({e.strerror or e})") from None
             tell("\r\033[K" * self.status + f"step:{done}/{t.max_steps}" + (f" loss:{loss:.4f}" if row else "") +
                  (f" val:{val_loss:.4f}" if val_loss is not None else "") + line)
-            self.track({k: v for k, v in values.items() if v != "" and k not in ("step", "tokens", "crc")}, done)
+            try:
+                self.track({k: v for k, v in values.items() if v != "" and k not in ("step", "tokens", "crc")}, done)
+            except Exception as e:  # whatever a tracker raises: the run is worth more, and log.csv has it all
+                tell(f"warning: tracker={t.tracker} has failed and gets no more rows ({first_line(e)})")
+                self.track = self.finish = lambda *_: None
         if self.status:
             bar = "#" * (30 * done // t.max_steps)
             tell(f"\r[{bar:30}] {done}/{t.max_steps}, {self.left(done)} left\033[K", "" if done < self.end else "\n")
@@ -1439,6 +1441,7 @@ def memory_mb(device):
     """Peak memory: of the GPU where there is one, else of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**20
+    import resource  # which Windows lacks: it is told so before
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (2**20 if sys.platform == "darwin" else 2**10)
 
@@ -1462,7 +1465,10 @@ def open_tracker(cfg, t, start):
         except Exception as e:  # no account, no network, no space
             raise UserError(f"tracker=wandb: {first_line(e)} (log in with: wandb login; or use "
                             "--tracker=none)") from None
-        return lambda values, step: run.log(values, step=step), lambda failed: run.finish(exit_code=int(failed))
+        run.define_metric("step")  # wandb's own steps cannot go back, as ours do after a kill
+        run.define_metric("*", step_metric="step")
+        return (lambda values, step: run.log(values | {"step": step}),
+                lambda failed: run.finish(exit_code=int(failed)))
     return lambda values, step: None, lambda failed: None
 
 
@@ -1481,8 +1487,7 @@ def check_torch():
 
 def guard(name, function, *args):
     """Run a script's main function: whatever a user can mend ends with one line, and processes end without noise."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # the terminal need not know every character
+    print_anything()
     code, error = 0, None
     try:
         check_torch()

@@ -112,7 +112,7 @@ def moved(before, late):
 def split_losses(folder, t, split):
     """(mean loss on a split, "tokens:loss tokens:loss ..." of its documents). A split of more than eval_tokens is
     evaluated on so many, spread evenly, and one of more than 100 documents is not taken apart."""
-    device, dtype = choose_device(t.device)[0], None
+    device = choose_device(t.device)[0]
     dtype = choose_dtype(t.dtype, device)[0]
     model, _, _ = load_model(folder, device, dtype)
     data = Tokens(t.data_dir, split, model.cfg.seq_len, model.cfg.vocab_size)

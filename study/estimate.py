@@ -18,9 +18,10 @@ from torch.utils.flop_counter import flop_registry
 import kernels
 from model import GPT, RESIDUAL_MODES, GPTConfig, all_knobs
 
-# name in torch.cuda.get_device_name: dense bf16 TFLOP/s, GB
-GPUS = {"B200": (2250, 180), "H200": (989, 141), "H100": (989, 80), "A100": (312, 80), "L40S": (362, 48),
-        "RTX 5090": (209, 32), "RTX 4090": (165, 24), "RTX 3090": (71, 24)}
+# part of torch.cuda.get_device_name, the first that fits: dense bf16 TFLOP/s, GB
+GPUS = {"GB200": (2500, 186), "B200": (2250, 180), "H200": (989, 141), "H100 PCIe": (756, 80), "H100 NVL": (835, 94),
+        "H100": (989, 80), "A100": (312, 80), "L40S": (362, 48), "RTX 5090": (209, 32), "RTX 4090": (165, 24),
+        "RTX 3090": (71, 24)}
 
 
 class Meter(TorchDispatchMode):

@@ -9,7 +9,6 @@
 A configuration is one of train.py's with a table [study] and a table [arm.NAME] for each arm. Every finished run is a
 row of rows.csv in --out. Whatever is cut short goes on where it was when the same command is given again.
 """
-import argparse
 import contextlib
 import csv
 import dataclasses
@@ -37,8 +36,7 @@ from train import autocast, choose_device, choose_dtype, guard, launched, open_d
 
 
 def parse_args(argv):
-    p = Parser("study.run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-               allow_abbrev=False)
+    p = Parser("study.run", description=__doc__)
     p.add_argument("config", help="a .toml of study/configs")
     p.add_argument("--modes", default="", help="arms to compare, or modes with knobs: rd,mhar:route_heads=4")
     p.add_argument("--seeds", type=int, default=0, help="pairs of runs for each arm (default: the configuration's)")

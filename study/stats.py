@@ -12,12 +12,12 @@ def t_inside(t, df):
     """P(|T| < t) for Student's t with a whole number of degrees of freedom (Abramowitz and Stegun 26.7.3, 26.7.4)."""
     theta = math.atan(abs(t) / math.sqrt(df))
     cos, sin = math.cos(theta), math.sin(theta)
-    first = 1 if df % 2 else 0
-    term, total = cos if df % 2 else 1.0, 0.0
+    odd = df % 2
+    term, total = cos if odd else 1.0, 0.0
     for k in range(2, df + 1, 2):  # cos (1 + 2/3 cos^2 + ...) for odd df, 1 + 1/2 cos^2 + ... for even
         total += term
-        term *= (k / (k + 1) if first else (k - 1) / k) * cos * cos
-    return 2 / math.pi * (theta + sin * total) if df % 2 else sin * total
+        term *= (k / (k + 1) if odd else (k - 1) / k) * cos * cos
+    return 2 / math.pi * (theta + sin * total) if odd else sin * total
 
 
 def t_quantile(inside, df):
@@ -60,16 +60,6 @@ def paired(mine, base):
     if not d:
         return None
     return Paired(statistics.mean(d), statistics.stdev(d) if len(d) > 1 else math.nan, len(d), sum(x < 0 for x in d))
-
-
-def holm(p, planned=0):
-    """{name: p} -> {name: p corrected for looking at all of them} (Holm 1979), or at `planned` if those are more, of
-    which the rest is not known yet; nan stays nan and does not count."""
-    tested = sorted((value, name) for name, value in p.items() if not math.isnan(value))
-    out, worst = dict(p), 0.0
-    for i, (value, name) in enumerate(tested):
-        worst = out[name] = min(1.0, max(worst, value * (max(planned, len(tested)) - i)))
-    return out
 
 
 def over_documents(pairs, draws=2000):

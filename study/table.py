@@ -2,6 +2,7 @@
 import math
 import statistics
 
+from hub import holm
 from study import stats
 from study.plan import documents, finished, losses, trials, tuned
 
@@ -44,7 +45,7 @@ def compare(study, arms, rows):
         r["gain"] = [reached / tokens[main] if (reached := stats.tokens_for(curve, level + x)) else None
                      for x in (d.mean, *d.interval())] if d and arm.base == "standard" and d.n > 1 else [None] * 3
     complete = {n: d for n, r in out.items() if (d := whole(r["diffs"].get(main), r["planned"]))}
-    corrected = stats.holm({n: d.p for n, d in complete.items() if not out[n]["control"]}, study.planned)
+    corrected = holm({n: d.p for n, d in complete.items() if not out[n]["control"]}, study.planned)
     for name, r in out.items():
         r["words"] = []
         if d := complete.get(name):
@@ -173,7 +174,7 @@ def markdown(study, results, missing, claims, speed, lines=()):
         found.append((max((n for n in d if d[n]), default=main), d))
     apart = {i: d[main].p for i, (c, (_, d)) in enumerate(zip(claims, found)) if d[main] and
              results[c["arm"]]["base"] != c["base"]}
-    p = stats.holm(apart)
+    p = holm(apart)
     for i, (c, (steps, d)) in enumerate(zip(claims, found)):
         d = d[steps]
         size = f", {abs(d.mean / c['nat']):.1f} ×" if d and "nat" in c else ""

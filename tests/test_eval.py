@@ -55,6 +55,9 @@ def test_eval_command_line(data, tmp_path, capsys):
     texts = json.loads(capsys.readouterr().out)
     assert len(texts) == 2 and all(t.startswith("wörd") for t in texts)
     evaluation.main([str(tmp_path / "a"), "--prompt=", "--tokens=3"])
+    for flag in ("--ngram=2", f"--export={tmp_path / 'out'}"):  # one process is enough
+        said = run_script(HERE / "eval.py", tmp_path / "a", flag, "--device=cpu", processes=2).stdout
+        assert said.count(said.splitlines()[0]) == 1
     for args, message in ((["nothing"], "does not exist"), ([str(data)], "holds no checkpoint"),
                           ([str(tmp_path / "a"), "--data_dir=/nonexistent"], "no data in /nonexistent"),
                           ([str(data / "meta.json")], "not a usable checkpoint"),

@@ -197,6 +197,7 @@ REFUSED = {
     "vocabulary": (dict(vocab_size=62), None, r"embed_tokens.weight is float32 \[61, 32\], .* \[62, 32\]"),
     "whole numbers": ({}, lambda t: t.update({"model.norm.weight": torch.zeros(32, dtype=torch.int8)}), "int8"),
     "not finite": ({}, lambda t: t["model.norm.weight"].fill_(torch.nan), "model.norm.weight are not finite"),
+    "tied to another head": ({}, lambda t: t.update({"lm_head.weight": torch.ones(61, 32)}), "ties lm_head.* differ"),
     "no width": (dict(hidden_size=None), None, "config.json"),
     "no heads": (dict(num_attention_heads="x"), None, "config.json")}
 
@@ -243,9 +244,10 @@ def test_damaged_and_lacking_files_end_in_one_line(tmp_path):
 def test_tensors_that_old_and_tied_folders_carry_are_left_aside(tmp_path):
     own(tmp_path / "hf")
     t = safetensors.load_file(tmp_path / "hf/model.safetensors")
-    t |= {"lm_head.weight": torch.ones(61, 32), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    t |= {"lm_head.weight": t["model.embed_tokens.weight"].clone(),
+          "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     safetensors.save_file(t, tmp_path / "hf/model.safetensors")
-    hub.load(tmp_path / "hf")
+    dict(hub.load(tmp_path / "hf")["model"])
 
 
 def test_a_hub_id_is_downloaded_with_its_revision(tmp_path, monkeypatch):
@@ -266,7 +268,7 @@ def test_a_hub_id_is_downloaded_with_its_revision(tmp_path, monkeypatch):
 
 
 def test_a_missing_package_is_named_with_its_pip_line(monkeypatch):
-    with pytest.raises(UserError, match="need no_such_package .*pip install -r requirements-hub.txt"):
+    with pytest.raises(UserError, match="needs no_such_package .*pip install -r requirements-hub.txt"):
         hub.need("no_such_package")
 
 
@@ -315,12 +317,15 @@ def test_a_folder_of_hugging_face_stands_for_a_run(data, tmp_path, capsys):
 def test_export_from_the_command_line_carries_the_tokenizer_along(data, tmp_path, capsys):
     own(tmp_path / "hf", **BYTES)
     (tmp_path / "hf/tokenizer_config.json").write_text("{}")
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    (tmp_path / "hf/config.json").write_text(json.dumps(config | dict(bos_token_id=1, eos_token_id=[2, 256])))
     start(data, tmp_path / "run", tmp_path / "hf")
     capsys.readouterr()
     evaluation.main([str(tmp_path / "run"), f"--export={tmp_path}/out"])
     said = capsys.readouterr().out
     assert "transformers loads it" in said and (tmp_path / "out/tokenizer_config.json").exists()
-    exported = hub.load(tmp_path / "out")["model"]
+    exported, config = hub.load(tmp_path / "out")["model"], json.loads((tmp_path / "out/config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"]) == (1, [2, 256])  # or generation would not end
     assert all(torch.equal(v, exported[k]) for k, v in train.load_checkpoint(tmp_path / "run/last.pt")["model"].items())
     start(data, tmp_path / "rd", tmp_path / "hf", residual_mode="rd")
     with pytest.raises(SystemExit):
@@ -568,7 +573,7 @@ def test_tests_of_pairs():
     assert round(hub.mcnemar(123, 81), 4) == 0.0040 and round(hub.mcnemar(27, 13), 4) == 0.0385
     assert hub.mcnemar(5, 5) == hub.mcnemar(0, 0) == 1.0 and hub.mcnemar(0, 4) == 2 / 16
     assert hub.mcnemar(5200, 4800) == pytest.approx(6.6e-5, rel=0.05)  # 2 Phi(-3.99)
-    assert hub.holm([0.01, 0.04, 0.03]) == [0.03, 0.06, 0.06] and hub.holm([]) == []
+    assert hub.holm(dict(a=0.01, b=0.04, c=0.03)) == dict(a=0.03, b=0.06, c=0.06) and hub.holm({}) == {}
     d = [1] * 30 + [-1] * 10 + [0] * 60
     low, high = hub.paired_interval(d)
     error = (np.var(d) / len(d)) ** 0.5

@@ -276,8 +276,13 @@ def test_folders_globs_and_standard_input(tmp_path, capsys):
     write_corpus(tmp_path / "in", ".jsonl", texts[:200])
     write_corpus(tmp_path / "in" / "deep", ".parquet", texts[200:])
     (tmp_path / "in/notes.md").write_text("# not for training")
+    for name in (".ipynb_checkpoints/docs-checkpoint.jsonl", "deep/.git/HEAD.txt", "__MACOSX/a.txt", "._docs.jsonl"):
+        (tmp_path / "in" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "in" / name).write_bytes(b"\xff")
     meta = prepare(tmp_path / "in", tmp_path / "a", "--holdout=10")
-    assert sorted(all_documents(tmp_path / "a", meta)) == sorted(texts) and "notes.md" in capsys.readouterr().out
+    assert sorted(all_documents(tmp_path / "a", meta)) == sorted(texts)
+    said = capsys.readouterr().out
+    assert "notes.md" in said and said.count(" is hidden: not read\n") == 4 and "in/._docs.jsonl is hidden" in said
     meta = prepare(tmp_path / "in/**/*.parquet", tmp_path / "b", "--holdout=10")
     assert sorted(all_documents(tmp_path / "b", meta)) == sorted(texts[200:])
     with open(tmp_path / "in/docs.jsonl", encoding="utf-8") as f:
@@ -682,13 +687,16 @@ def test_a_mistaken_flag_is_answered_with_ours(argv, message):
     assert message in flag_error(*argv.split()) and "\n" not in flag_error(*argv.split())
 
 
-def test_flags_are_taken_in_the_usual_spellings():
+def test_flags_are_taken_in_the_usual_spellings(monkeypatch):
     args = prepare_fineweb.parse_args(["--source", "a b", "--out=x", "--max_tokens", "1e6", "--val_tokens=2_000",
                                        "--skip_bad=true", "--discard"])
     assert (args.source, args.max_tokens, args.val_tokens, args.skip_bad, args.discard, args.verify) == (
         "a b", 10**6, 2000, True, True, False)
     assert all(ours in vars(args) for ours in prepare_fineweb.ALIASES.values())
     assert not any(theirs in vars(args) for theirs in prepare_fineweb.ALIASES)
+    monkeypatch.setenv("HOME", "/home/me")  # a shell leaves the ~ of a flag
+    args = prepare_fineweb.parse_args(["--source=~/a", "--out=~/b", "--tokenizer=~/c", "--text_key=~"])
+    assert (args.source, args.out, args.tokenizer, args.text_key) == ("/home/me/a", "/home/me/b", "/home/me/c", "~")
 
 
 def test_a_second_preparation_waits_for_the_first(data, tmp_path, capsys):

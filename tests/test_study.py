@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import eval as evaluation
+import hub
 import train
 from helpers import HERE, assert_close, loss_of, make, run_training, tokens
 from model import GPTConfig
@@ -67,10 +68,10 @@ def test_paired_differences():
 
 
 def test_holm_corrects_for_the_number_of_tests():
-    assert stats.holm(dict(a=0.01, b=0.04, c=0.03)) == pytest.approx(dict(a=0.03, b=0.06, c=0.06))
-    assert stats.holm(dict(a=0.01, b=0.04), 8) == pytest.approx(dict(a=0.08, b=0.28))
-    assert stats.holm(dict(a=0.6, b=0.02))["a"] == 0.6 and stats.holm(dict(a=0.9, b=0.8))["a"] == 1
-    assert math.isnan(stats.holm(dict(a=math.nan, b=0.02))["a"]) and stats.holm(dict(a=math.nan, b=0.02))["b"] == 0.02
+    assert hub.holm(dict(a=0.01, b=0.04, c=0.03)) == pytest.approx(dict(a=0.03, b=0.06, c=0.06))
+    assert hub.holm(dict(a=0.01, b=0.04), 8) == pytest.approx(dict(a=0.08, b=0.28))
+    assert hub.holm(dict(a=0.6, b=0.02))["a"] == 0.6 and hub.holm(dict(a=0.9, b=0.8))["a"] == 1
+    assert math.isnan(hub.holm(dict(a=math.nan, b=0.02))["a"]) and hub.holm(dict(a=math.nan, b=0.02))["b"] == 0.02
 
 
 def test_each_verdict_is_said_where_its_rule_holds():
@@ -290,7 +291,7 @@ def test_verdicts_follow_from_the_rows(small):
     assert set(results["attnres_block"]["words"]) == {"gain", "due to the start", "attention helps"}
     assert "transient" in results["rd"]["words"]
     single = {n: r["diffs"][10].p for n, r in results.items() if r["diffs"]}
-    corrected = stats.holm({n: single[n] for n in ("attnres_block", "rd", "mhar")})
+    corrected = hub.holm({n: single[n] for n in ("attnres_block", "rd", "mhar")})
     assert {n: results[n]["p"] for n in single} == single | corrected and corrected["rd"] > single["rd"]
     assert results["attnres_block"]["gain"] == pytest.approx([math.exp(0.03 / 0.5)] * 3, abs=0.01)
     fewer = {c: r for c, r in rows.items() if (c.arm, c.seed) not in (("rd", 4), ("standard", 1))}

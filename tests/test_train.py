@@ -34,15 +34,18 @@ from prepare_fineweb import UserError
 # Configuration
 
 
-def test_configuration_layers(tmp_path):
+def test_configuration_layers(tmp_path, monkeypatch):
     a, b = tmp_path / "a.toml", tmp_path / "b.toml"
     a.write_text("n_layer = 3\nlr = 1\nmax_steps = 1_000\n")
-    b.write_text('n_layer = 4\nresidual_mode = "attnres"\n')
+    b.write_text('n_layer = 4\nresidual_mode = "attnres"\n', encoding="utf-8-sig")  # as Windows' editors save it
     cfg, t = train.load_config([str(a), "--seed=7", str(b), "--qk_norm=False", "--max_steps=2_000", "--min_lr=6e-5",
                                 "--prepare=--source=x --holdout=3"])
     assert (cfg.n_layer, cfg.residual_mode, cfg.qk_norm) == (4, "attnres", False)
     assert (t.lr, t.max_steps, t.min_lr, t.seed, t.prepare) == (1.0, 2000, 6e-5, 7, "--source=x --holdout=3")
     assert t.out_dir == "runs/b-attnres-seed7"
+    monkeypatch.setenv("HOME", "/home/me")  # a shell leaves the ~ of a flag
+    _, t = train.load_config(["--data_dir=~/data", "--out_dir=~/runs/a~b"])
+    assert (t.data_dir, t.out_dir) == ("/home/me/data", "/home/me/runs/a~b")
 
 
 def test_configuration_mistakes_name_the_place_and_the_remedy(tmp_path):
@@ -957,9 +960,9 @@ def test_a_seed_gives_one_run_and_evaluation_does_not_depend_on_the_batch(mode, 
     runs = [run_training(data, tmp_path / name, residual_mode=mode, dtype="float32", max_steps=3) for name in "ab"]
     assert measured(runs[0]) == measured(runs[1]) and same_weights(tmp_path / "a/last.pt", tmp_path / "b/last.pt")
     device, val = torch.device("cpu"), train.Tokens(data, "val", 32, 257)
-    model = evaluation.load_model(tmp_path / "a", device, torch.float32)[0]
-    losses = [train.evaluate(model, val, batch, device, torch.float32, limit=1001) for batch in (1, 7, 10**18)]
-    assert {count for _, count in losses} == {1001} and max(losses)[0] - min(losses)[0] < 1e-6
+    model = evaluation.load_model(tmp_path / "a", device, torch.float64)[0]
+    losses = [train.evaluate(model, val, batch, device, torch.float64, limit=1001) for batch in (1, 7, 10**18)]
+    assert {count for _, count in losses} == {1001} and max(losses)[0] - min(losses)[0] < 1e-12
 
 
 @pytest.mark.long

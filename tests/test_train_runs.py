@@ -444,15 +444,18 @@ class FakeWandb:
     """What wandb does with runs of one id."""
 
     def __init__(self):
-        self.starts, self.points, self.ends = [], {}, []
+        self.starts, self.points, self.ends, self.axes = [], {}, [], {}
 
     def init(self, **settings):
         self.starts.append(settings)
         return self
 
-    def log(self, values, step):
-        if step >= max(self.points, default=0):  # it takes none that goes back
-            self.points[step] = values
+    def define_metric(self, name, step_metric=""):
+        self.axes[name] = step_metric
+
+    def log(self, values, step=None):
+        assert step is None and self.axes == {"step": "", "*": "step"}  # a step that goes back would be dropped
+        self.points[values["step"]] = values
 
     def finish(self, exit_code):
         self.ends.append(exit_code)
@@ -483,6 +486,21 @@ def test_a_tracker_that_cannot_start_is_one_line(shards, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "find_spec", lambda name: True)
     with pytest.raises(UserError, match="tracker=wandb: division by zero .log in with: wandb login"):
         run(shards, tmp_path / "a", tracker="wandb")
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), ValueError("no field")])
+def test_a_tracker_that_fails_later_does_not_end_the_run(error, shards, tmp_path, monkeypatch, capsys):
+    fake = FakeWandb()
+
+    def log(values):
+        if values["step"] >= 2:
+            raise error
+    fake.log = log
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr(train, "find_spec", lambda name: True)
+    run(shards, tmp_path / "a", tracker="wandb")
+    assert capsys.readouterr().out.count("warning: tracker=wandb has failed and gets no more rows") == 1
+    assert train.load_checkpoint(tmp_path / "a/last.pt")["step"] == 6
 
 
 def test_tensorboard_curves_do_not_go_back_after_a_crash(shards, tmp_path, monkeypatch):
