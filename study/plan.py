@@ -179,9 +179,14 @@ def wanted(study, arms, rows):
             at_main = {n: losses(finished(study, arms, rows, n, study.steps[-1])).values() for n in long}
             best = sorted(long, key=lambda n: statistics.mean(at_main[n]))[:2]
             out += [Cell(n, seed, study.long_steps, *rates[n])
-                    for seed in range(1, study.long_seeds + 1) for n in ("standard", *best)]
+                    for seed in long_seeds(study) for n in ("standard", *best)]
     left, seen = [c for c in out if c not in rows], set()
     return [c for c in left if not (c.trunk in seen or seen.add(c.trunk))]
+
+
+def long_seeds(study):
+    """Those of the longest budget: the last ones, whose trunks are there when the main budget has just been run."""
+    return range(study.seeds, max(0, study.seeds - study.long_seeds), -1)
 
 
 def left_to_train(study, arms, rows):

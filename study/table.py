@@ -4,7 +4,7 @@ import statistics
 
 from hub import holm
 from study import stats
-from study.plan import documents, finished, losses, trials, tuned
+from study.plan import documents, finished, long_seeds, losses, trials, tuned
 
 
 def compare(study, arms, rows):
@@ -40,7 +40,7 @@ def compare(study, arms, rows):
             test=mean(float(r["test"] or "nan") for r in mine.values()),
             moved=mean(float(r["moved"] or 0) for r in mine.values()))
         r["first"] = against(name, arm.base, lengths[0], runs[name].get(study.long_steps))
-        r["last"] = whole(r["diffs"].get(study.long_steps), study.long_seeds)
+        r["last"] = whole(r["diffs"].get(study.long_steps), len(long_seeds(study)))
         d = r["diffs"].get(main)
         r["gain"] = [reached / tokens[main] if (reached := stats.tokens_for(curve, level + x)) else None
                      for x in (d.mean, *d.interval())] if d and arm.base == "standard" and d.n > 1 else [None] * 3
