@@ -5,6 +5,7 @@
     python eval.py runs/tiny-standard-seed1 --prompt="def main("      sample
     python eval.py runs/tiny-attnres-seed1 --routing                  where each site reads: tables and figures
     python eval.py configs/tiny.toml --scales                         sizes of embedding, outputs, stream at the start
+    python eval.py runs/tiny-standard-seed1 --copying                 whether it copies from its context
     torchrun --standalone --nproc_per_node=8 eval.py runs/...         on several processes: the same numbers
     python eval.py runs/tiny-standard-seed1 --export=folder           weights that transformers loads
     python eval.py runs/tiny-standard-seed1 --tasks=hellaswag,piqa    benchmarks of lm-eval
@@ -26,12 +27,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.nn.functional import cross_entropy
 
 import hub
 from model import AttnRes, depth_logits, span
 from prepare_fineweb import Parser, UserError, get_encoding, read_meta
 from train import (Tokens, autocast, build, build_from, check_agreement, choose_device, choose_dtype, evaluate, guard,
                    load_config, load_source, start_processes, weights_checksum, with_vocabulary)
+
+
+REPORTS = "routing", "scales", "copying"
 
 
 def parse_args(argv):
@@ -47,7 +52,9 @@ def parse_args(argv):
     p.add_argument("--routing", action="store_true", help="report the routing weights instead of the loss")
     p.add_argument("--scales", action="store_true", help="report the sizes of embedding, sublayer outputs and stream; "
                    "the run may be a configuration: its model before training")
-    p.add_argument("--windows", type=int, help="windows of seq_len tokens for --routing and --scales (default 32)")
+    p.add_argument("--copying", action="store_true", help="report the loss on random tokens and on the same once more: "
+                   "whether the model copies from what it has read (induction)")
+    p.add_argument("--windows", type=int, help="windows of seq_len tokens for these three (default 32)")
     p.add_argument("--figures", help="folder for the figures of --routing (default: routing/ in the run folder)")
     p.add_argument("--ngram", type=int, help="print the losses of 1- to n-gram counts of its training tokens instead")
     p.add_argument("--prompt", help="continue this text, until the model ends it, instead of evaluating")
@@ -66,12 +73,12 @@ def parse_args(argv):
     args = p.parse_args(argv)
     # which flags belong to which of the tasks, with their defaults
     tasks = {"without --prompt": {"batch": 8, "seq_len": 0}, "without --prompt and --tasks": {"split": "val"},
-             "with --routing or --scales": {"windows": 32}, "with --routing": {"figures": ""},
+             "with --routing, --scales or --copying": {"windows": 32}, "with --routing": {"figures": ""},
              "with --export": {"form": ""},
              "with --tasks": {"limit": 0, "shots": None, "task_dir": ""},
              "with --prompt": {"tokens": 200, "samples": 1, "temperature": 0.8, "top_k": 0, "seed": 1}}
     from_zero = "temperature", "top_k", "seed", "shots"
-    given = args.given = [name for name in ("compare", "export", "ngram", "prompt", "tasks", "routing", "scales")
+    given = args.given = [name for name in ("compare", "export", "ngram", "prompt", "tasks", *REPORTS)
                           if getattr(args, name) not in (None, False)]
     if len(given) > 1:
         p.error(f"--{given[1]} has no effect with --{given[0]}")
@@ -79,10 +86,11 @@ def parse_args(argv):
         p.error("--compare takes two runs and no other" if args.run else "which run? give its folder")
     if args.ngram is not None and not 1 <= args.ngram <= 10:
         p.error(f"--ngram={args.ngram}: must be 1 to 10")
-    on_split = given in ([], ["ngram"], ["routing"], ["scales"])
-    active = [f"with --{name}" for name in given] + ["without --prompt and --tasks"] * on_split
-    active += ["with --routing or --scales"] * (given in (["routing"], ["scales"]))
-    active += ["without --prompt"] * (on_split or given == ["tasks"])
+    report = {*given} & {*REPORTS}
+    on_split = given in ([], ["ngram"]) or report
+    active = [f"with --{name}" for name in given] + ["without --prompt and --tasks"] * bool(on_split)
+    active += ["with --routing, --scales or --copying"] * bool(report)
+    active += ["without --prompt"] * bool(on_split or given == ["tasks"])
     for task, flags in tasks.items():
         for name, default in flags.items():
             value = getattr(args, name)
@@ -217,7 +225,7 @@ def export(args):
 def run(args):
     device, _ = choose_device(args.device)
     rank, world = start_processes(device)
-    if rank and {*args.given} & {"compare", "export", "routing", "ngram", "scales"}:
+    if rank and {*args.given} & {"compare", "export", "ngram", *REPORTS}:
         return None  # these are for one process
     if args.compare:
         return compare_runs(args)
@@ -239,6 +247,8 @@ def run(args):
         return report_ngrams(args, model, saved)
     if args.scales:
         return report_scales(args, model, saved, device, dtype)
+    if args.copying:
+        return report_copying(args, model, saved, device, dtype)
     result = measure(args, model, saved, device, dtype, rank, world)
     if rank == 0 and args.json:
         print(json.dumps(result))
@@ -302,6 +312,29 @@ def report_scales(args, model, saved, device, dtype):
     for name, output, stream in found:
         print(f"{name:10} {output:9.4f} {stream:9.4f}")
     return print(f"\ncosine between what the head reads and the embedding: {cosine:.3f}")
+
+
+def report_copying(args, model, saved, device, dtype):
+    """Random tokens cannot be told, the same once more can: by a model that looks up what came behind the token before
+    (induction, 2209.11895). Tokens are drawn from the split, as often as they are in its first million."""
+    data, _ = open_split(args, model, saved)
+    generator, half = torch.Generator().manual_seed(0), data.seq_len // 2
+    if half < 2:
+        raise UserError(f"seq_len={data.seq_len}: --copying needs 4 tokens or more")
+    known = torch.from_numpy(data.read(0, min(data.total, 10**6)).astype(np.int64))
+    idx = known[torch.randint(len(known), (args.windows, half), generator=generator)].repeat(1, 2).to(device)
+    nll = []
+    for part in idx.split(args.batch):
+        with torch.no_grad(), autocast(device, dtype):
+            logits = model(part[:, :-1])[0]
+        nll.append(cross_entropy(logits.transpose(1, 2).float(), part[:, 1:], reduction="none"))
+    nll = torch.cat(nll)  # that of token t + 1 at t; the first token that comes again cannot be told either
+    first, again = nll[:, :half - 1].mean().item(), nll[:, half:].mean().item()
+    if args.json:
+        return print(json.dumps(dict(run=args.run, mode=model.cfg.residual_mode, step=saved["step"], first=first,
+                                     again=again)))
+    return print(f"{args.run} ({model.cfg.residual_mode}, step {saved['step']}), {len(idx):,} rows of {half:,} random "
+                 f"tokens: loss {first:.3f}, of the same once more {again:.3f}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -210,6 +210,27 @@ def test_data_of_another_tokenizer_is_refused(data, tmp_path, capsys):
         assert f"is of the tokenizer {meta['tokenizer']}, but" in capsys.readouterr().err
 
 
+def test_a_model_that_copies_is_told_from_one_that_does_not(data, tmp_path, capsys, monkeypatch):
+    run_training(data, tmp_path / "a", dtype="float32", max_steps=2)
+
+    def copying(*flags):
+        capsys.readouterr()
+        evaluation.main([str(tmp_path / "a"), "--copying", "--windows=20", "--json", "--device=cpu", *flags])
+        found = json.loads(capsys.readouterr().out)
+        return found["first"], found["again"]
+
+    def looks_back(self, idx, targets=None):
+        back = F.one_hot(idx, 257).roll(15, 1).float() * (torch.arange(idx.shape[1]) >= 15).view(1, -1, 1)
+        return 30 * back, None
+    first, again = copying()
+    assert first > 4 and abs(first - again) < 0.1
+    monkeypatch.setattr(model_file.GPT, "forward", looks_back)  # what comes 16 tokens after the one before
+    assert copying() == pytest.approx((math.log(257), 0), abs=1e-3)
+    with pytest.raises(SystemExit):
+        copying("--seq_len=3")
+    assert "--copying needs 4 tokens or more" in capsys.readouterr().err
+
+
 def test_scales_show_a_drowned_embedding(data, tmp_path, capsys):
     found = {}
     for init in ("papers", "zero"):
