@@ -30,7 +30,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import hub
-from model import AttnRes, depth_logits, span
+from model import AttnRes, at_least_fp32, depth_logits, span
 from prepare_fineweb import Parser, UserError, get_encoding, read_meta
 from train import (Tokens, autocast, build, build_from, check_agreement, choose_device, choose_dtype, evaluate, guard,
                    load_config, load_source, start_processes, weights_checksum, with_vocabulary)
@@ -327,7 +327,8 @@ def report_copying(args, model, saved, device, dtype):
     for part in idx.split(args.batch):
         with torch.no_grad(), autocast(device, dtype):
             logits = model(part[:, :-1])[0]
-        nll.append(cross_entropy(logits.transpose(1, 2).float(), part[:, 1:], reduction="none"))
+        nll.append(cross_entropy(logits.transpose(1, 2).to(at_least_fp32(logits.dtype)), part[:, 1:],
+                                 reduction="none"))
     nll = torch.cat(nll)  # that of token t + 1 at t; the first token that comes again cannot be told either
     first, again = nll[:, :half - 1].mean().item(), nll[:, half:].mean().item()
     if args.json:
