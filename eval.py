@@ -86,11 +86,11 @@ def parse_args(argv):
         p.error("--compare takes two runs and no other" if args.run else "which run? give its folder")
     if args.ngram is not None and not 1 <= args.ngram <= 10:
         p.error(f"--ngram={args.ngram}: must be 1 to 10")
-    report = {*given} & {*REPORTS}
+    report = bool({*given} & {*REPORTS})
     on_split = given in ([], ["ngram"]) or report
-    active = [f"with --{name}" for name in given] + ["without --prompt and --tasks"] * bool(on_split)
-    active += ["with --routing, --scales or --copying"] * bool(report)
-    active += ["without --prompt"] * bool(on_split or given == ["tasks"])
+    active = [f"with --{name}" for name in given] + ["without --prompt and --tasks"] * on_split
+    active += ["with --routing, --scales or --copying"] * report
+    active += ["without --prompt"] * (on_split or given == ["tasks"])
     for task, flags in tasks.items():
         for name, default in flags.items():
             value = getattr(args, name)

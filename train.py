@@ -37,7 +37,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from difflib import get_close_matches
 from importlib.util import find_spec
-from itertools import chain, product
+from itertools import chain
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -424,7 +424,7 @@ def read_ahead(data, t, steps, accumulate, rank, world, pin):
         return rows.pin_memory() if pin else rows, zlib.crc32(starts.astype("<u8").tobytes(), data.crc)
     with ThreadPoolExecutor(1) as pool:
         ahead = None
-        for place in chain(product(steps, range(accumulate)), [None]):
+        for place in chain(((step, i) for step in steps for i in range(accumulate)), [None]):
             ready, ahead = ahead, place and pool.submit(prepare, *place)
             if ready:
                 began = time.perf_counter()

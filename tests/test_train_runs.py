@@ -563,6 +563,8 @@ def test_data_is_read_ahead_in_the_same_order(shards, tmp_path):
         assert np.array_equal(rows.numpy(), at(starts.reshape(2, 2, 2)[k % 2, 1])) and waited >= 0
         assert crc == train.zlib.crc32(starts.astype("<u8").tobytes(), data.crc)
     assert len({crc for _, crc, _ in seen}) == 3
+    endless = train.read_ahead(data, t, range(2**70), 2, 1, 2, False)  # no list of all steps is made
+    assert next(endless)[1] and endless.close() is None
 
 
 def test_checksums_of_batches_tell_other_data_apart(shards, tmp_path):
