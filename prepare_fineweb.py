@@ -20,7 +20,9 @@ tokens, uint16, or uint32 where the vocabulary is larger than 65,536. It is writ
 The last shard of a split has what is left and is shorter; train.py reads the shards of a split as one stream.
 meta.json, written last, holds source, tokenizer, vocabulary size, counts and a CRC-32 of each shard's tokens;
 tokenizer.json all that is needed to encode and decode; both end with a checksum of themselves, the seal. The same
-command continues an interrupted preparation where it stopped, to the same bytes, and does nothing when all is done.
+command continues an interrupted preparation where it stopped, to the same bytes, and does nothing when all is done;
+from standard input it begins in a new folder. A .txt file is cut at line ends into documents of about 10,000
+characters, and at lines <|endoftext|>: for whole documents use .jsonl or .parquet.
 Memory is bounded: 2 * workers + 2 chunks of a million characters, the longest document and one row group, however large
 the source is.
 """
@@ -54,6 +56,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager, suppress
 from difflib import get_close_matches
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -419,7 +422,8 @@ class Source(NamedTuple):
             why, read, promised = e.args
             of = f" of {promised:,}" if promised is not None else ""
             bytes_read = f" and {read:,} of {size:,} bytes" if size else ""
-            lost = Lost(f"cut short or damaged: {why}; {index + 1:,}{of} documents{bytes_read} could be read")
+            again = f"; delete {os.path.realpath(path)} to download it again" if self.hub else ""
+            lost = Lost(f"cut short or damaged: {why}; {index + 1:,}{of} documents{bytes_read} could be read{again}")
             lost.unread = max(size - read, 0)
             yield index + 1, "", size, lost
 
@@ -441,17 +445,16 @@ def find_source(args, hub):
     found = [Path(p) for p in glob.glob(args.source, recursive=True)] or ([path] if path.exists() else [])
     if not found:
         raise UserError(f"--source={args.source}: no such file or folder")
-    files = [(f, p) for p in found for f in walk(p)]
-    usable = [f for f, _ in files if kind or is_text(f.name)]
+    files = {f for p in found for f in walk(p)}  # a set: ** finds a folder and also what is in it
+    usable = {f for f in files if kind or is_text(f.name)}
     if not usable:
         raise UserError(f"--source={args.source}: no file that ends in {', '.join(SUFFIXES)} (or with .gz, .zst "
                         "behind); for other names give --format")
-    splits = split_names({str(f.relative_to(p)) for f, p in files if f != p})
+    root = path if path.exists() else Path(*takewhile(lambda part: not re.search("[*?[]", part), path.parts))
+    splits = split_names({str(f.relative_to(root)) for f in files - {root}})
     if "train" in splits.values():  # a copy of a dataset: what it holds out must not be trained on
-        held_out = {f for f, p in files if splits.get(str(f.relative_to(p)), "train") != "train"}
-        usable = [f for f in usable if f not in held_out]
-    if len(usable) < len(files):
-        left_out = sorted({f for f, _ in files} - set(usable))
+        usable = {f for f in usable if splits.get(str(f.relative_to(root)), "train") == "train"}
+    if left_out := sorted(files - usable):
         print(f"left out: {counted(len(left_out), 'file')} of other kinds or of held-out splits, the first is "
               f"{left_out[0]}")
     if double := twins(map(str, usable)):
@@ -540,9 +543,11 @@ def patiently(what, repo, ask, pauses=(1, 2, 4)):
 def list_dataset(repo, revision):
     """({file: bytes}, the card's settings, revision) from the Hub; without network what the local cache has of it."""
     import huggingface_hub
+    from huggingface_hub import constants
+    pauses = () if constants.HF_HUB_OFFLINE else (1, 2, 4)
     try:
         info = patiently(f"list {repo}", repo, lambda: huggingface_hub.HfApi().dataset_info(
-            repo, revision=revision or None, files_metadata=True, timeout=TIMEOUT), pauses=())
+            repo, revision=revision or None, files_metadata=True, timeout=TIMEOUT), pauses)
     except Unreachable as e:
         return list_cached(repo, revision, e)
     sizes = {s.rfilename: s.size or 0 for s in info.siblings}
@@ -568,6 +573,9 @@ def list_cached(repo, revision, error):
     for (name, of), n in parts.items():
         if n < int(of):
             raise UserError(f"{error}, and the cache has only {n:,} of {int(of):,} files {name}-*-of-{of}")
+    if not parts and not constants.HF_HUB_OFFLINE:
+        raise UserError(f"{error}. The cache has {counted(len(sizes), 'file')} of it, which may not be all: try again, "
+                        "or take these with the environment variable HF_HUB_OFFLINE=1")
     try:
         card = metadata_load(root / "README.md") if "README.md" in sizes else None
     except Exception as e:  # YAML's errors
@@ -758,18 +766,20 @@ def read_python(path, skip, _):
 
 
 def read_txt(path, skip, _):
-    """Pieces of whole lines, about TXT_CHARS each; a longer line is cut."""
+    """Pieces of whole lines, about TXT_CHARS each; a longer line is cut. A line <|endoftext|> ends a document."""
     index, line, start, piece, size = 0, 1, 1, [], 0
     with open_text(path) as (raw, told):
         f = io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape", newline="")
         while text := f.readline(TXT_CHARS):
-            if size >= TXT_CHARS and (text.strip() or size >= 2 * TXT_CHARS):  # blank lines stay with what they follow
+            end = text.strip() == END_OF_TEXT
+            if end and any(map(str.strip, piece)) or size >= TXT_CHARS and (
+                    text.strip() or size >= 2 * TXT_CHARS):  # blank lines stay with what they follow
                 if index >= skip:
                     yield index, start, told(), "".join(piece)
                 index, start, piece, size = index + 1, line, [], 0
-            piece.append(text)
+            piece += [text] * (not end)
             size, line = size + len(text), line + text.endswith("\n")
-        if piece and index >= skip:
+        if piece and index >= skip and (not index or any(map(str.strip, piece))):
             yield index, start, told(), "".join(piece)
 
 
@@ -839,7 +849,9 @@ def check(text):
     try:
         text.encode()
     except UnicodeEncodeError as e:
-        return Bad(f"not valid UTF-8 (byte 0x{ord(text[e.start]) & 0xff:02x} after {e.start:,} characters)")
+        half = ord(text[e.start])  # of a pair in JSON's \\u, or a byte that surrogateescape has kept
+        what = f"byte 0x{half & 0xff:02x}" if 0xdc80 <= half <= 0xdcff else f"half of a character, \\u{half:04x}"
+        return Bad(f"not valid UTF-8 ({what} after {e.start:,} characters)")
     if not any(unicodedata.category(c)[0] not in "ZC" for c in text):
         return Bad("empty: nothing visible in it")
     if text.count("\0") * 4 > len(text):
@@ -1240,6 +1252,9 @@ def fill(args):
     if os.path.exists(args.tokenizer):  # what is in the file counts, not where it lies
         settings["tokenizer"] = get_encoding(args.tokenizer, args.pattern).name
     old = read_state(out, settings)
+    if old and args.source == "-":  # whether it brings the same text, nobody can tell
+        raise UserError(f"{out} holds text from standard input already, and more cannot be added: delete it or use "
+                        "another --out")
     if old and hub and "end_of_text" in old:
         return complete(out)
     source = find_source(args, old and old["hub"])
@@ -1282,7 +1297,7 @@ def fill(args):
     none = [i for i, w in enumerate(writers) if w.limit == 0]
     jobs = (((texts, args.holdout, none, [i for i, w in enumerate(writers) if w.full], dtype), tag)
             for texts, *tag in read_chunks(source, state["position"], args))
-    show, saved, before = Progress(sum(size for _, size in source.files)), time.monotonic(), total("tokens")
+    show, saved, before, size = Progress(), time.monotonic(), total("tokens"), sum(size for _, size in source.files)
     with closing(in_order(jobs, encode_chunk, args.workers, encoder)) as results:
         for documents, (position, done_bytes, skipped) in results:
             shards = [len(w.state["shards"]) for w in writers]
@@ -1304,7 +1319,8 @@ def fill(args):
             if time.monotonic() - saved > SAVE_SECONDS or shards != [len(w.state["shards"]) for w in writers]:
                 save()
                 saved = time.monotonic()
-            show(done_bytes, total("tokens") - before, total("documents"))
+            filled = min(w.state["tokens"] / w.limit if w.limit else w.full for w in writers)
+            show(max(filled, done_bytes / max(1, size)), total("tokens") - before, total("documents"))
             if all(w.full for w in writers):
                 break
     show.end()
@@ -1314,9 +1330,12 @@ def fill(args):
     if empty:
         for path in (*(out / s["file"] for w in writers for s in w.state["shards"]), out / "progress.json"):
             path.unlink()
+        unusable = "; the first that cannot be used: ".join(["", *state["skipped_first"], *state["lost"]][:2])
+        if not total("documents") and unusable:
+            raise UserError(f"--source={args.source}: no document can be used{unusable}")
         raise UserError(f"{counted(total('documents'), 'document')}: too few, none falls into {' and '.join(empty)}: "
                         f"raise --holdout={args.holdout} (percent for val, for test), or do without: "
-                        + " ".join(f"--{name}_tokens=0" for name in SPLITS[1:]))
+                        + " ".join(f"--{name}_tokens=0" for name in SPLITS[1:]) + unusable)
     save()
     encoder.save(out / "tokenizer.json")
     meta = {k: state[k] for k in ("settings", "hub", "files", "position", "input", "skipped", "skipped_first", "lost",
@@ -1376,21 +1395,22 @@ def verify(out):
 class Progress:
     """One line that renews itself in a terminal; a plain line now and then elsewhere."""
 
-    def __init__(self, total_bytes):
-        self.total, self.begin, self.first, self.tty = total_bytes, time.monotonic(), None, sys.stderr.isatty()
+    def __init__(self):
+        self.begin, self.first, self.tty = time.monotonic(), None, sys.stderr.isatty()
         self.shown = self.begin
 
-    def __call__(self, done_bytes, tokens, documents):
+    def __call__(self, done, tokens, documents):
+        """done: 0 to 1, of the source or of all that is wanted of it."""
         now = time.monotonic()
-        self.first = done_bytes if self.first is None else self.first
+        self.first = done if self.first is None else self.first
         if now - self.shown < (0.5 if self.tty else 30):
             return
         self.shown, seconds = now, now - self.begin
         line = f"{tokens / 1e6:.1f}M tokens, {tokens / seconds / 1e6:.2f}M tok/s, {documents:,} documents"
-        if done_bytes > self.first:
-            left = int(seconds * (self.total - done_bytes) / (done_bytes - self.first))
+        if done > self.first:
+            left = int(seconds * (1 - done) / (done - self.first))
             left = f"{left // 3600}:{left // 60 % 60:02d}:{left % 60:02d}"
-            line = f"{100 * done_bytes / self.total:5.1f} %, {line}, {left} left"
+            line = f"{100 * done:5.1f} %, {line}, {left} left"
         print(f"\r{line}\033[K" if self.tty else line, end="" if self.tty else "\n", file=sys.stderr, flush=True)
 
     def end(self):
@@ -1420,6 +1440,11 @@ def report(out, meta):
     print(f"wrote {out}: vocabulary of {meta['vocab_size']:,} ({meta['tokenizer']}){left_out}")
 
 
+def goes_on(args):
+    """What an interruption leaves: from standard input a part that cannot be continued."""
+    return "; the same command goes on" if args.source != "-" else f"; delete {args.out} and start again"
+
+
 def main(argv=None):
     print_anything()
     try:
@@ -1428,9 +1453,9 @@ def main(argv=None):
     except UserError as e:
         sys.exit(f"prepare_fineweb.py: {e}")
     except OSError as e:
-        sys.exit(f"prepare_fineweb.py: {e.filename or args.out}: {e.strerror or e}; the same command goes on")
+        sys.exit(f"prepare_fineweb.py: {e.filename or args.out}: {e.strerror or e}{goes_on(args)}")
     except KeyboardInterrupt:
-        sys.exit("prepare_fineweb.py: interrupted; the same command goes on")
+        sys.exit(f"prepare_fineweb.py: interrupted{goes_on(args)}")
 
 
 if __name__ == "__main__":

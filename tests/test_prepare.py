@@ -193,6 +193,9 @@ def test_broken_lines_of_jsonl(tmp_path):
     bad = sum("good" not in line for line in BAD_LINES) + 1
     assert meta["skipped"] == bad and "docs.jsonl:2: an empty line" in meta["skipped_first"][0]
     assert documents(tmp_path / "out", meta, "train") == ["good", "also good", "no newline at the end"]
+    path.write_text('{"text": "hello \\ud83d"}')
+    with pytest.raises(UserError, match=r"docs.jsonl:1: not valid UTF-8 .half of a character, .ud83d after 6 char"):
+        prepare(path, tmp_path / "half", *TRAIN_ONLY)
     path.write_text('{"body": "other key"}')
     with pytest.raises(UserError, match="no key 'text' .it has: body.; give --text_key"):
         prepare(path, tmp_path / "key", *TRAIN_ONLY)
@@ -267,6 +270,8 @@ def test_parquet_mistakes(tmp_path):
     path = write_corpus(tmp_path / "in", ".parquet", ["one"])
     with pytest.raises(UserError, match="no column 'body' .it has: id, text"):
         prepare(path, tmp_path / "a", "--text_key=body")
+    with pytest.raises(UserError, match="no document can be used; the first that cannot be used: .*row 0: id is int"):
+        prepare(path, tmp_path / "b", "--text_key=id", "--skip_bad")
     with pytest.raises(UserError, match="docs.parquet:row 0: id is int, not a string"):
         prepare(path, tmp_path / "b", "--text_key=id")
 
@@ -290,6 +295,10 @@ def test_folders_globs_and_standard_input(tmp_path, capsys):
                    stdin=f)
     meta = json.loads((tmp_path / "c/meta.json").read_text())
     assert sorted(all_documents(tmp_path / "c", meta)) == sorted(texts[:200])
+    with open(tmp_path / "in/deep/docs.parquet", "rb") as f:  # other text must not pass for what is there
+        again = run_script(HERE / "prepare_fineweb.py", "--source=-", "--format=jsonl", f"--out={tmp_path}/c",
+                           "--holdout=10", stdin=f, code=1)
+    assert "c holds text from standard input already, and more cannot be added: delete it" in again.stderr
 
 
 def test_rank_files(tmp_path):
@@ -541,6 +550,13 @@ def test_a_long_text_file_becomes_documents_cut_at_line_ends(tmp_path):
     assert sorted("".join(sum(found, [])).splitlines()) == sorted(text.splitlines())
 
 
+def test_a_line_with_the_end_of_text_ends_a_document(tmp_path):
+    end = "<|endoftext|>\n"
+    (tmp_path / "stories.txt").write_text(f"{end}one\n\n{end}{end}\ntwo {end}{end}\n")
+    meta = prepare(tmp_path / "stories.txt", tmp_path / "out", *TRAIN_ONLY)
+    assert documents(tmp_path / "out", meta, "train") == ["one\n\n", "\ntwo <|endoftext|>\n"]
+
+
 def test_a_wrong_file_in_the_tokenizer_cache_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     (tmp_path / "r50k_base.tiktoken").write_bytes(b"half a file")
@@ -664,6 +680,20 @@ def test_a_copy_of_a_dataset_keeps_its_held_out_files_out(tmp_path, capsys):
     assert "notes.jsonl and " in (out := capsys.readouterr().out) and "have one name" in out
 
 
+def test_a_pattern_takes_each_file_once_and_none_that_is_held_out(tmp_path, capsys):
+    for name in ("in/train.txt", "in/test.txt", "deep/train/0.txt", "deep/test/1.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"text of {name}")
+    for i, (pattern, want) in enumerate({
+            "in/*.txt": "in/train", "in/**": "in/train", "in/**/*.txt": "in/train", "in/te*": "in/test",
+            "in/test.txt": "in/test", "deep/*": "deep/train/0", "deep/*/*.txt": "deep/train/0", "deep/test/*":
+            "deep/test/1"}.items()):
+        meta = prepare(tmp_path / pattern, tmp_path / str(i), *TRAIN_ONLY)
+        found = documents(tmp_path / str(i), meta, "train")
+        assert found == [f"text of {want}.txt"]
+        assert "have one name" not in (out := capsys.readouterr().out) and ("left out" in out) == ("train" in want)
+
+
 def flag_error(*argv):
     with pytest.raises(UserError) as e:
         prepare_fineweb.parse_args(list(argv))
@@ -730,6 +760,17 @@ def test_a_file_system_without_locks_works_with_one_warning(number, data, tmp_pa
         prepare(data.parent / "text", tmp_path, "--holdout=10")
 
 
+def test_progress_is_of_what_is_wanted(tmp_path, monkeypatch):
+    done = []
+    monkeypatch.setattr(prepare_fineweb, "CHUNK_CHARS", 10_000)
+    monkeypatch.setattr(prepare_fineweb.Progress, "__call__", lambda self, part, *_: done.append(part))
+    path = write_corpus(tmp_path, ".jsonl", corpus())
+    for name, limit in (("all", []), ("some", ["--max_tokens=30_000", "--val_tokens=0", "--test_tokens=0"])):
+        done.clear()
+        prepare(path, tmp_path / name, "--holdout=10", *limit)
+        assert done == sorted(done) and done[-1] == 1 and len(done) > 2
+
+
 def test_numbers_in_messages_are_whole_and_readable(tmp_path):
     path = shard(tmp_path / "x_train_0.bin", range(1000), count=10**8)
     with pytest.raises(UserError, match="promises 100,000,000 tokens, which is 200,001,024 bytes, .* has 3,024"):
@@ -774,11 +815,20 @@ def hub_of_two(tmp_path, trouble=(), names=("0.jsonl", "1.jsonl")):
 @pytest.mark.slow
 def test_a_dataset_in_the_cache_needs_no_network(tmp_path):
     assert prepare_from_hub(hub_of_two(tmp_path).address, tmp_path / "home", f"--out={tmp_path / 'a'}").returncode == 0
-    for i, env in enumerate((dict(), dict(HF_HUB_OFFLINE="1"))):
-        again = prepare_from_hub("http://127.0.0.1:9", tmp_path / "home", f"--out={tmp_path / str(i)}", **env)
-        assert again.returncode == 0 and "taking what the cache has, 3 files of revision aaaa" in again.stdout
-        for path in tmp_path.glob("a/*.bin"):
-            assert path.read_bytes() == (tmp_path / str(i) / path.name).read_bytes()
+    again = prepare_from_hub("http://127.0.0.1:9", tmp_path / "home", f"--out={tmp_path / 'b'}", HF_HUB_OFFLINE="1")
+    assert again.returncode == 0 and "taking what the cache has, 3 files of revision aaaa" in again.stdout
+    for path in tmp_path.glob("a/*.bin"):
+        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
+
+
+def test_a_listing_that_fails_does_not_make_a_part_of_a_dataset_pass_for_all_of_it(tmp_path):
+    first, args = prepare_from_hub(hub_of_two(tmp_path).address, tmp_path / "home", "--files=0*",
+                                   f"--out={tmp_path / 'a'}"), (tmp_path / "home", f"--out={tmp_path / 'b'}")
+    assert first.returncode == 0 and "1 of its 4 files" in first.stdout
+    refused = prepare_from_hub(hub_of_two(tmp_path, {"list": ["fail"] * 99}).address, *args)
+    assert "which may not be all: try again, or take these with the environment variable HF_HUB" in refused.stderr
+    once = prepare_from_hub(hub_of_two(tmp_path, {"list": ["fail"]}).address, *args)
+    assert once.returncode == 0 and "2 of its 4 files" in once.stdout
 
 
 def test_of_the_cache_a_whole_revision_is_taken_with_its_card(tmp_path, monkeypatch):
