@@ -21,7 +21,7 @@ normalised keys nor alpha are kept for the backward pass.
 
 Two phases: `chunk` consecutive sites share one pass over the sources that were finished before the first of them, and
 `chunk` consecutive sources one pass over dh of the sites behind the last of them. A site with N sources costs about
-N / chunk + chunk / 2 planes forward and as many backward; see `python -m study.bench --model`.
+N / chunk + chunk / 2 + 5 planes forward and 5 more backward; see `python -m study.bench --model`.
 
 Letters. M = B*T rows, D width, G depth heads, K = D/G, P planes; S sublayers in a depth block, T the last site; column
 k: number of a source among those of its site. A plane is one (M, D) tensor of a bank.
@@ -52,6 +52,7 @@ except ImportError:  # macOS; routing then runs on the PyTorch back end
 
 
 def grouped(x, G):
+    """(..., D) -> (..., G, K)"""
     return x.unflatten(-1, (G, -1))
 
 
@@ -235,7 +236,7 @@ def score_kernel(p_y, p_keys, p_q_hi, p_q_lo, p_raw, p_offset, p_rho, plane, bel
                  WRITE: tl.constexpr, BELOW: tl.constexpr, SPLIT: tl.constexpr, UPCAST: tl.constexpr):
     """Program (i, j): BM rows, BU reads. keys[plane] = y (+ keys[below]); raw = <q, key>; rho = 1 / rms(key).
 
-    Queries in two bf16 parts (SPLIT): exact products, accumulated in fp32, on the tensor cores.
+    SPLIT: queries as a sum of two bf16 parts, 16 bits of mantissa, for products on tensor cores, summed in fp32.
     """
     K: tl.constexpr = D // G
     o_m = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
@@ -463,10 +464,12 @@ def transport_backward_kernel(p_g_0, p_g_1, p_old_0, p_old_1, p_y, p_gate, p_dy,
 
 @functools.lru_cache(maxsize=64)
 def table(numbers, device):
+    """A tuple of whole numbers as a tensor for kernels."""
     return torch.tensor(numbers, dtype=torch.int32, device=device)
 
 
 def power_of_2(n):
+    """The next one, n or above."""
     return 1 << (n - 1).bit_length()
 
 
@@ -572,7 +575,7 @@ def new_bank(planes, e):
     """A bank for sources like e (M, D). On CPU one that was used before, if there is: to touch fresh memory for the
     first time costs more than all the writing of a forward pass."""
     for i, bank in enumerate(SPARE):
-        if bank.shape == (planes, *e.shape) and bank.dtype == e.dtype:
+        if (bank.shape, bank.dtype, bank.device) == ((planes, *e.shape), e.dtype, e.device):
             return SPARE.pop(i)
     return e.new_empty(planes, *e.shape)
 
@@ -606,13 +609,13 @@ class Route:
         return [self.offset[u] + k for u in reads]
 
 
-class Open(torch.autograd.Function):
+class Start(torch.autograd.Function):
     """The embedding enters. Its backward runs last and returns the gradients of the residual parameters."""
 
     @staticmethod
     def forward(ctx, chain, e, *params):
         ctx.chain = chain
-        chain.settle(e)
+        chain.choose_back_end(e)
         chain.allocate(e.detach().contiguous().flatten(0, -2), dict(zip(chain.names, params)))
         return e.view_as(e)
 
@@ -624,11 +627,15 @@ class Open(torch.autograd.Function):
 
 class Site(torch.autograd.Function):
     """The newest source enters, what site t reads leaves. Older sources are not edges of the graph: their gradients
-    reach them through the bank, so that the graph stays a chain and autograd never adds up gradients of sources."""
+    reach them through the bank, so that the graph stays a chain and autograd never adds up gradients of sources.
+
+    `before` is the source before y: an edge without a gradient. Where a sublayer's output does not depend on its input
+    (a layer that is dropped), the backward pass comes to the wrong site by it, and says so, instead of ending early.
+    """
 
     @staticmethod
-    def forward(ctx, chain, t, y):
-        with torch.autocast(y.device.type, enabled=False):
+    def forward(ctx, chain, t, y, *before):
+        with torch.autocast(y.device.type, enabled=False), torch.cuda.device_of(y):  # Triton runs on the current one
             read = chain.forward(t, y.detach().contiguous().flatten(0, -2))  # kernels know no strides
         xs = [x.view(y.shape) for x, _ in read]
         ctx.chain, ctx.t = chain, t
@@ -639,15 +646,21 @@ class Site(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *dxs):
         chain, saved, n = ctx.chain, ctx.saved_tensors, len(dxs)
-        chain.turn(ctx.t)
+        chain.check_order(ctx.t)
         with torch.autocast(dxs[0].device.type, enabled=False):
             dy = chain.backward(ctx.t, [(x.flatten(0, -2), scale, dx.contiguous().flatten(0, -2))
                                         for x, scale, dx in zip(saved[:n], saved[n:], dxs)])
-        return None, None, dy.to(saved[0].dtype).view_as(saved[0])
+        return None, None, dy.to(saved[0].dtype).view_as(saved[0]), None
+
+
+def parameters(residual):
+    """{name: tensor} by every name that the reference looks up: also those that are shared, parametrized or pruned."""
+    return {f"{kind}.{name}": p for kind, group in residual.named_children() for name, p in group.items()}
 
 
 class Chain:
-    """One forward pass and its backward, with the interface of a Residual; the state is the newest source alone.
+    """One forward pass and its backward, with the interface of a Residual; the state is the newest source and, for the
+    graph alone, the one before it.
 
     This class is attnres, attnres_block, mhar, mhar_block and rd. Slot t of the bank is what site t finds new: the last
     output, or the open depth block with it. Column k of site t is slot min(k S, t); for S = 1 that is every slot. A
@@ -657,7 +670,7 @@ class Chain:
     def __init__(self, residual, ops=None, chunk=0):
         self.residual, self.ops, self.chunk = residual, ops, chunk  # None and 0: what suits the device
         self.S, self.G, self.T, self.eps = residual.depth_block, residual.route_heads, residual.n_sublayer, residual.eps
-        self.names = [name for name, _ in residual.named_parameters()]
+        self.names = list(parameters(residual))
         self.first, self.offset = [0], [0]  # first read of each site; where raw has the logits of each read
         for t in range(self.T + 1):
             n = len(self.routes(t))
@@ -687,26 +700,26 @@ class Chain:
         return self.first[min(k * self.S, t)]
 
     def cap(self, t):
+        """Largest slot that site t has: column k is slot min(k step, cap)."""
         return t
 
     # --- Residual
 
     @torch.compiler.disable  # the bank is written in place: a graph ends before each site and begins behind it
     def start(self, e):
-        params = dict(self.residual.named_parameters())
-        return (Open.apply(self, self.residual.start(e)[0], *params.values()),)
+        return (Start.apply(self, self.residual.start(e)[0], *parameters(self.residual).values()),)
 
     @torch.compiler.disable
     def read(self, t, state):
-        x = Site.apply(self, t, state[0])
+        x = Site.apply(self, t, *state)
         return x if isinstance(x, tuple) else (x, x)
 
     def write(self, t, state, y):
-        return (y,)
+        return y, state[0]
 
     # --- forward
 
-    def settle(self, e):
+    def choose_back_end(self, e):
         """Back end and chunk that suit a device and a precision."""
         self.ops = self.ops or (Triton if triton and e.is_cuda and e.dtype != torch.float64 else Torch)
         self.chunk = self.chunk or (4 if self.ops is Triton else 1)
@@ -730,7 +743,7 @@ class Chain:
         return self.mix(self.route, t, (None, None, self.scaled_eps(t)))
 
     def scaled_eps(self, t):
-        """AttnRes.read is S times what is mixed here; the norm behind it then sees an eps smaller by S^2."""
+        """AttnRes.gather is S times what is mixed here; the norm behind it then sees an eps smaller by S^2."""
         return self.eps / self.columns(t) ** 2
 
     def mix(self, route, t, final):
@@ -751,14 +764,16 @@ class Chain:
 
     # --- backward
 
-    def turn(self, t):
+    def check_order(self, t):
         if t != self.next:
-            raise RuntimeError(f"fused routing: the backward pass came to site {t} where site {self.next} was due. It "
-                               "runs once, as a whole and in order; for anything else use route_impl=reference")
+            raise RuntimeError(f"fused routing: the backward pass came to {f'site {t}' if t >= 0 else 'the embedding'} "
+                               f"where site {self.next} was due. It runs once, as a whole and in order, and needs "
+                               "outputs that depend on their inputs; for anything else use route_impl=reference")
         self.next = t - 1
 
     def backward(self, t, reads):
-        """(x, scale, dx) for each read of site t -> gradient of its newest source (M, D)."""
+        """(x, scale, dx) for each read of site t -> gradient of its newest source (M, D). In a depth block it is also
+        that of slot t - 1: slot t is that slot plus y."""
         for u, (x, scale, dx) in zip(self.reads(t, t), reads):
             self.ops.own(self.route, u, x, scale, dx, None, None)
         self.g = self.pull(self.route, t, (self.g, None) if t % self.S and t < self.T else None)[0]
@@ -791,6 +806,7 @@ class Chain:
 
     def close(self):
         """Gradients of the residual's parameters, in order. The bank is given up: the graph may live on."""
+        self.check_order(-1)
         found = self.gradients()
         grads = [found[name] for name in self.names]
         SPARE[:] = [b for b in (*self.banks, *SPARE) if b.device.type == "cpu"][:4]
@@ -809,7 +825,7 @@ class DeltaChain(Chain):
     """
 
     def __init__(self, residual, *args):
-        self.lag = int(hasattr(residual, "released"))  # delta_block: a depth block shows only behind the next read
+        self.lag = int(isinstance(residual, DeltaBlock))  # delta_block: a depth block shows only behind the next read
         self.released = self.lag and residual.released
         super().__init__(residual, *args)
         self.step = 1
@@ -982,7 +998,8 @@ def small(cfg):
 def difference(cls, settings):
     """Largest relative difference between a residual and its fused form, on random rows in fp64: reads and gradients.
 
-    The reference is the definition. Whoever changes it (or this file) alone gets the reference, and is told why.
+    The reference is the definition. Whoever changes it or the PyTorch back end alone gets the reference, and is told
+    why; that both back ends agree is for the tests.
     """
     generator, found = torch.Generator().manual_seed(0), []
     with torch.device("cpu"), torch.enable_grad(), torch.autocast("cpu", enabled=False):

@@ -16,8 +16,8 @@ Letters. B batch, T time, D width, V vocabulary, L layers, S sources of a site, 
 
     python train.py configs/tiny.toml --residual_mode=attnres_block
 
-To add a mode: subclass `Residual` or `AttnRes`, override `read`, `write` or `weights`, and add a row to RESIDUAL_MODES.
-To add a knob: a field of GPTConfig, and its name in that row.
+To add a mode: subclass `Residual` or `AttnRes`, override `gather`, `write` or `weights`, and add a row to
+RESIDUAL_MODES. To add a knob: a field of GPTConfig, and its name in that row.
 """
 import math
 from dataclasses import dataclass, fields
@@ -55,7 +55,7 @@ class GPTConfig:
     delta_sources: Literal["true", "released"] = "true"  # delta_block; released: the released code's recursion
     n_streams: int = 4  # hc, mhc: number of residual streams
     dynamic_gates: bool = False  # hc, dar: gates depend on the token too
-    route_impl: Literal["auto", "reference", "fused"] = "auto"  # who computes the routing
+    route_impl: Literal["auto", "reference", "fused"] = "auto"  # auto: kernels.py in training where it has the mode
     remat: bool = False  # recompute sublayers in the backward pass instead of keeping their activations
     rope_theta: float = 10000.0  # base of the rotary frequencies
     rope_scale: float = 1.0  # Llama 3's stretch of the slow rotary frequencies: 8 in 3.1, 32 in 3.2; 1 = none
@@ -67,10 +67,11 @@ class GPTConfig:
     def __post_init__(self):
         for name in ("n_layer", "n_head", "n_embd", "seq_len"):
             require(getattr(self, name) >= 1, f"{name}={getattr(self, name)}: must be at least 1")
-        for name in ("vocab_size", "n_kv_head", "head_dim", "n_ffn", "depth_block", "route_heads", "norm_eps"):
+        for name in ("vocab_size", "n_kv_head", "head_dim", "n_ffn", "depth_block", "route_heads"):
             require(getattr(self, name) >= 0, f"{name}={getattr(self, name)}: must not be negative")
         require(self.n_layer <= 10_000, f"n_layer={self.n_layer}: must be at most 10,000")  # or building has no end
-        require(self.rope_theta > 0, f"rope_theta={self.rope_theta}: must be positive")
+        for name in ("rope_theta", "norm_eps"):
+            require(getattr(self, name) > 0, f"{name}={getattr(self, name)}: must be positive")
         require(self.rope_scale >= 1, f"rope_scale={self.rope_scale}: must be at least 1")
         require(self.head_dim or self.n_embd % self.n_head == 0, f"n_embd={self.n_embd} does not divide by "
                 f"n_head={self.n_head}: change one of them, or set head_dim")
@@ -134,7 +135,7 @@ def rms_norm(x, eps):
 
 
 def mean_of_squares(x):
-    """(..., D) -> (..., 1) in at least fp32, without a temporary of x's size."""
+    """(..., D) -> (..., 1) in at least fp32; of fp32 without a temporary of x's size."""
     return torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=at_least_fp32(x.dtype)).square() / x.shape[-1]
 
 
@@ -153,7 +154,7 @@ def rotary(start, T, K, theta, device, dtype, scale=1.0):
     scale > 1 is Llama 3's: frequencies that turn less than once in 8192 positions are divided by it, those that turn
     more than 4 times are kept, between the two it is interpolated.
     """
-    frequency = 1 / theta ** (torch.arange(0, K, 2, device=device, dtype=dtype) / K)  # as pretrained models have it
+    frequency = 1 / theta ** (torch.arange(0, K, 2, device=device, dtype=dtype) / K)  # rounds as in Hugging Face's
     if scale != 1:
         keep = ((8192 * frequency / (2 * math.pi) - 1) / (4 - 1)).clamp(0, 1)
         frequency = frequency * (keep + (1 - keep) / scale)
@@ -169,8 +170,9 @@ def rotate(x, rope):
 
 def exact_linear(x, weight):
     """F.linear in at least fp32, also under autocast: for gates and connections."""
+    dtype = at_least_fp32(weight.dtype)
     with torch.autocast(x.device.type, enabled=False):
-        return F.linear(x.to(weight.dtype), weight)
+        return F.linear(x.to(dtype), weight.to(dtype))
 
 
 def depth_logits(query, keys, eps):
@@ -202,6 +204,7 @@ def depth_sum(weights, values):
 
 class Residual(nn.Module):
     """`standard`: one running sum. x <- x + f(norm(x)).      State: (x,)"""
+    copies = 1  # of the embedding, at the start of the state
 
     def __init__(self, cfg):
         super().__init__()
@@ -212,15 +215,19 @@ class Residual(nn.Module):
         device = e.device.type
         if torch.is_autocast_enabled(device):
             e = e.to(torch.get_autocast_dtype(device))
-        return (e,)
+        return (e,) * self.copies
 
     def read(self, site, state):
         """Normalised input of a sublayer: (for queries and keys, for values); MLP and head take the first. The norm's
         gain is the sublayer's own."""
-        return (rms_norm(state[0], self.eps),) * 2
+        return (rms_norm(self.gather(site, state), self.eps),) * 2
+
+    def gather(self, site, state):
+        """What a site reads, before the norm: (B, T, D)."""
+        return state[0]
 
     def write(self, site, state, y):
-        """The state after sublayer `site` has returned y (B, T, D)."""
+        """The state after sublayer `site` has returned y (B, T, D), in the dtype of the state."""
         return (state[0] + y,)
 
     def init_weights(self):
@@ -250,7 +257,7 @@ class AttnRes(Residual):
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        self.depth_block, self.route_heads = cfg.knob("depth_block"), cfg.knob("route_heads")
+        self.depth_block, self.route_heads = cfg.knob("depth_block") or 1, cfg.knob("route_heads") or 1
         self.query = nn.ParameterDict({route: nn.Parameter(torch.empty(cfg.n_embd)) for route in self.routes()})
 
     def routes(self):
@@ -270,10 +277,9 @@ class AttnRes(Residual):
             return sources[0]
         return depth_sum(factor * self.weights(route, sources), sources)
 
-    def read(self, site, state):
+    def gather(self, site, state):
         sources = self.sources(site, state)
-        h = self.mix(str(site), sources, factor=len(sources))
-        return (rms_norm(h, self.eps),) * 2
+        return self.mix(str(site), sources, factor=len(sources))
 
     def write(self, site, state, y):
         if site % self.depth_block == 0:
@@ -312,8 +318,8 @@ class Cumulative(AttnRes):
     standard start.
     """
 
-    def read(self, site, state):
-        return (rms_norm(self.mix(str(site), state), self.eps),) * 2
+    def gather(self, site, state):
+        return self.mix(str(site), state)
 
     def write(self, site, state, y):
         return (*state, state[-1] + y)
@@ -347,26 +353,23 @@ class Delta(AttnRes):
     The divisor, which is not in the paper, makes zero queries read exactly x (see AttnRes). State: (x, e, outputs ...).
     The head reads x alone.
     """
+    copies = 2
 
     def n_sources(self, site):
         return super().n_sources(site) if site < self.n_sublayer else 0
 
-    def start(self, e):
-        return super().start(e) * 2
-
     def sources(self, site, state):
         return state[1:]
 
-    def add(self, site, x, m, n_sources):
-        """The stream x with what a site reads of its sources, m."""
-        return (x + m) / (1 + 1 / n_sources)
+    def add(self, site, x, mixed, n_sources):
+        """The stream x with what a site reads of its sources."""
+        return (x + mixed) / (1 + 1 / n_sources)
 
-    def read(self, site, state):
-        h = state[0]
-        if site < self.n_sublayer:
-            sources = self.sources(site, state)
-            h = self.add(site, h, self.mix(str(site), sources), len(sources))
-        return (rms_norm(h, self.eps),) * 2
+    def gather(self, site, state):
+        if site == self.n_sublayer:
+            return state[0]
+        sources = self.sources(site, state)
+        return self.add(site, state[0], self.mix(str(site), sources), len(sources))
 
     def write(self, site, state, y):
         x, *sources = state
@@ -376,10 +379,10 @@ class Delta(AttnRes):
 class DeltaBlock(Delta):
     """`delta_block` (2605.18855): sources are e and the closed depth blocks.
 
-    A depth block is closed when the next one is opened, which is after the read that follows its last sublayer (as in
-    the released code): the newest depth block, complete or not, is never a source. Zero queries add an old mean to x:
-    this is not the standard start. delta_sources=released: depth block P_k starts not from zero
-    but from a copy of P_(k-2), with P_0 = e (the first one from zero), as in the released code.
+    The newest depth block, complete or not, is never a source: it becomes one when the next is opened, one read after
+    its last sublayer (as in the released code). Zero queries add an old mean to x: this is not the standard start.
+    delta_sources=released, also from that code: depth block P_k starts from P_(k-2) instead of zero, for k > 1, where
+    P_0 = e.
     """
 
     def __init__(self, cfg):
@@ -423,8 +426,8 @@ class GatedDelta(DeltaBlock):
     def source_names(self, site):
         return ["null", *super().source_names(site)][:self.n_sources(site)]
 
-    def add(self, site, x, m, n_sources):
-        return (x + self.gate[str(site)] * m).to(x.dtype)
+    def add(self, site, x, mixed, n_sources):
+        return (x + self.gate[str(site)] * mixed).to(x.dtype)
 
 
 class RoleDecoupled(AttnRes):
@@ -489,6 +492,7 @@ class Dual(AttnRes):
     # the histories that (read 0, read 1) take their keys from, and their values
     KEYS_VALUES = {"reciprocal": ((1, 0), (0, 1)), "sep_v": ((1, 0), (0, 1)), "self_kv": ((0, 1), (0, 1)),
                    "cross_v": ((0, 1), (1, 0)), "fixed_kv": ((0, 0), (1, 1))}
+    copies = 2
 
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -526,9 +530,6 @@ class Dual(AttnRes):
             logit = logit + torch.stack(moved)
         return logit
 
-    def start(self, e):
-        return super().start(e) * 2
-
     def histories(self, state):
         n = len(state) // 2
         return state[:n], state[n:]
@@ -544,12 +545,11 @@ class Dual(AttnRes):
             out.append(h)
         return out
 
-    def read(self, site, state):
-        h = state[0]
-        if site:  # at site 0 both histories are e
-            reads, S = self.retrieve(site, state), len(state) // 2
-            h = depth_sum(S * self.gates(f"a{site}", reads).softmax(0), reads)
-        return (rms_norm(h, self.eps),) * 2
+    def gather(self, site, state):
+        if site == 0:  # both histories are e
+            return state[0]
+        reads, S = self.retrieve(site, state), len(state) // 2
+        return depth_sum(S * self.gates(f"a{site}", reads).softmax(0), reads)
 
     def write(self, site, state, y):
         H0, H1 = self.histories(state)
@@ -576,7 +576,7 @@ class HyperConnections(Residual):
 
     def __init__(self, cfg):
         super().__init__(cfg)
-        n = self.n_streams = cfg.knob("n_streams")
+        n = self.n_streams = self.copies = cfg.knob("n_streams")
         require(n > 1, f"n_streams={n}: needs at least 2")
         self.bias, self.w, self.factor = nn.ParameterDict(), nn.ParameterDict(), nn.ParameterDict()
         shapes, maps = {"A": (n,), "R": (n, n), "b": (n,)}, self.map_shapes(cfg)
@@ -615,17 +615,13 @@ class HyperConnections(Residual):
             value = value + self.factor[name] * torch.stack(moved)
         return value
 
-    def start(self, e):
-        return super().start(e) * self.n_streams
-
-    def read(self, site, state):
-        h = state[0]
-        if site == self.n_sublayer:
-            mean = h.new_full((1,), 1 / self.n_streams, dtype=at_least_fp32(h.dtype))
-            h = depth_sum([mean] * self.n_streams, state)
-        elif site:
-            h = depth_sum(self.connect("A", site, state), state)
-        return (rms_norm(h, self.eps),) * 2
+    def gather(self, site, state):
+        if site == 0:  # all streams are e
+            return state[0]
+        if site < self.n_sublayer:
+            return depth_sum(self.connect("A", site, state), state)
+        mean = state[0].new_full((1,), 1 / self.n_streams, dtype=at_least_fp32(state[0].dtype))
+        return depth_sum([mean] * self.n_streams, state)
 
     def write(self, site, state, y):
         R, b = self.connect("R", site, state), self.connect("b", site, state)
@@ -671,7 +667,7 @@ class ManifoldHyperConnections(HyperConnections):
         mean_square = sum(mean_of_squares(H) for H in state) / n
         dot = sum(exact_linear(H, self.w[name][:, j]) for j, H in enumerate(state))
         logits = self.factor[name] * torch.rsqrt(mean_square + self.eps) * dot + self.bias[name].flatten()
-        if kind == "R":  # here rows are targets
+        if kind == "R":  # (target, source) here, (source, target) above
             return doubly_stochastic(logits.unflatten(-1, (n, n))).movedim(-1, 0)
         if kind == "A":
             sum_at_start = sum(1 / (1 + math.exp(-bias)) for bias in [1] + [-1] * (n - 1))
@@ -684,11 +680,10 @@ def doubly_stochastic(logits):
     if logits.shape[-1] == 2:
         rho = ((logits[..., 0, 0] + logits[..., 1, 1] - logits[..., 0, 1] - logits[..., 1, 0]) / 2).sigmoid()
         return torch.stack([rho, 1 - rho, 1 - rho, rho], dim=-1).unflatten(-1, (2, 2))
-    m = (logits - logits.amax((-2, -1), keepdim=True)).exp()
-    for _ in range(20):
-        m = m / m.sum(-1, keepdim=True)
-        m = m / m.sum(-2, keepdim=True)
-    return m
+    for _ in range(20):  # of logarithms, which neither overflow nor vanish
+        logits = logits - logits.logsumexp(-1, keepdim=True)
+        logits = logits - logits.logsumexp(-2, keepdim=True)
+    return logits.exp()
 
 
 class Mode(NamedTuple):
@@ -819,7 +814,7 @@ class Router(nn.Linear):
     """Logits of the experts in at least fp32. A module of its own, so that FSDP does not cast it to bf16."""
 
     def forward(self, x):
-        return exact_linear(x, self.weight.to(at_least_fp32(x.dtype)))
+        return exact_linear(x, self.weight)
 
 
 class MoE(nn.Module):
@@ -873,6 +868,7 @@ class KVCache:
     def append(self, layer, k, v):
         """Store k, v (B, H, T, K) behind the others and return all. `length` moves after the last layer."""
         end = self.length + k.shape[2]
+        require(end <= self.kv.shape[4], f"KVCache: {end} tokens do not fit into {self.kv.shape[4]}")
         self.kv[layer, 0, :, :, self.length:end], self.kv[layer, 1, :, :, self.length:end] = k, v
         return self.kv[layer, :, :, :, :end].unbind(0)
 
@@ -901,16 +897,18 @@ def chunk_loss(x, weight, targets, scale, dw):
 
 
 class HeadLoss(torch.autograd.Function):
-    """Mean cross-entropy of logits x @ weight.T, made in up to eight chunks of rows: (N, D), (V, D), (N,) -> a number.
+    """Mean cross-entropy of logits x @ weight.T: (N, D), (V, D), (N,) -> a number, 0 where all targets are -1.
 
-    Rows are taken in chunks, of which each has its gradients made at once (as in Liger, arXiv 2410.10989): nothing is
-    computed twice. Products are in the precision of x; logits, losses and sums over chunks are in at least fp32.
+    Rows come in chunks, in training at most eight; each has its gradients made at once (as in Liger, 2410.10989), so
+    that nothing is computed twice. Products are in the precision of x; logits, losses and sums in at least fp32.
     """
 
     @staticmethod
     def forward(ctx, x, weight, targets, chunk, gradients):
-        n = min(8, 1 + x.shape[0] * weight.shape[0] // CHUNK)
-        scale = 1 / (targets >= 0).sum().to(at_least_fp32(x.dtype))
+        gradients = gradients and any(ctx.needs_input_grad)
+        n = 1 + x.shape[0] * weight.shape[0] // CHUNK
+        n = min(8, n) if gradients else n  # each chunk rounds the gradient of the head once more
+        scale = 1 / (targets >= 0).sum().clamp(min=1).to(at_least_fp32(x.dtype))
         dw = torch.zeros_like(weight, dtype=scale.dtype) if gradients else None
         weight, loss, dx = weight.to(x.dtype), 0.0, []
         for rows in zip(x.chunk(n), targets.chunk(n)):
@@ -977,7 +975,7 @@ class GPT(nn.Module):
             self.head = nn.Linear(cfg.n_embd, cfg.vocab_size, bias=False)
         self.residual = RESIDUAL_MODES[cfg.residual_mode].cls(cfg)
         self.chunk_loss = chunk_loss  # or its compiled form
-        self.fused, self.why_not_fused = fused_form(self.residual)
+        (self.fused, self.why_not_fused), self.fused_for = fused_form(self.residual), type(self.residual)
         require(self.fused or cfg.route_impl != "fused",
                 f"route_impl=fused: {self.why_not_fused}; use auto or reference")
         self.init_weights()
@@ -1011,9 +1009,10 @@ class GPT(nn.Module):
         h = self.trunk(idx, cache)
         return (self.logits(h), None) if targets is None else (None, self.loss(h.flatten(0, 1), targets.flatten()))
 
-    def trunk(self, idx, cache=None, look=lambda site, state: None):
-        """Token ids (B, T) -> normalised input of the head (B, T, D); `look` is shown the state before each read."""
-        residual = self.residual_in_use()
+    def trunk(self, idx, cache=None, look=None):
+        """Token ids (B, T) -> normalised input of the head (B, T, D). `look(site, state)` is called before each read,
+        with the reference's state; the reference then does the routing."""
+        residual, look = (self.residual, look) if look else (self.residual_in_use(), lambda site, state: None)
         state = residual.start(self.embed(idx))
         past, dtype = cache.length if cache is not None else 0, at_least_fp32(self.embed.weight.dtype)
         cfg = self.cfg
@@ -1022,7 +1021,7 @@ class GPT(nn.Module):
             look(site, state)
             n_qk, n_v = residual.read(site, state)
             n_v = None if n_v is n_qk else n_v
-            if cfg.remat and torch.is_grad_enabled():
+            if cfg.remat and cache is None and torch.is_grad_enabled():
                 y = checkpoint(sublayer, n_qk, n_v, rope, use_reentrant=False)
             else:
                 y = sublayer(n_qk, n_v, rope, cache)
@@ -1038,7 +1037,8 @@ class GPT(nn.Module):
         route_impl=auto takes the fused form where there is one, for training; the reference is what can be traced.
         """
         impl, trains = self.cfg.route_impl, torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        fused = self.fused and (impl == "fused" or (impl == "auto" and trains))
+        wanted = impl == "fused" or impl == "auto" and trains
+        fused = wanted and self.fused and type(self.residual) is self.fused_for  # and not one put in its place
         return self.fused(self.residual) if fused else self.residual
 
     def logits(self, h):
@@ -1062,7 +1062,7 @@ class GPT(nn.Module):
         residual, found = self.residual, []
 
         def look(site, state):
-            found.extend(dict(site=site, route=route, sources=residual.source_names(site), weights=weights)
+            found.extend(dict(site=site, route=route, sources=residual.source_names(site), weights=weights.detach())
                          for route, weights in residual.depth_weights(site, state).items())
         self.trunk(idx, look=look)
         return found

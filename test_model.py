@@ -278,6 +278,10 @@ def test_generation_edge_cases():
         model.generate(idx[:, :0], 3)
     firsts = {tuple(model.generate(idx[:1, :2].expand(3, 2), 1)[:, -1].tolist()) for _ in range(20)}
     assert len(firsts) > 10  # samples of one batch are independent
+    cache = KVCache(model.cfg, 2, 16, "cpu", torch.float64)
+    model(idx[:, :16], cache=cache)
+    with pytest.raises(ValueError, match="KVCache: 17 tokens do not fit into 16"):
+        model(idx[:, 16:], cache=cache)
 
 
 def test_generation_beyond_the_window_goes_on_from_its_newest_half():
@@ -295,6 +299,9 @@ def test_remat_gives_the_same_gradients_bit_for_bit(name):
     plain, remat = variant(name), variant(name, remat=True)
     (loss, grads), (loss_2, grads_2) = gradients(plain, tokens()), gradients(remat, tokens())
     assert torch.equal(loss, loss_2) and all(torch.equal(grads[n], grads_2[n]) for n in grads)
+    cache = KVCache(remat.cfg, 2, 17, "cpu", torch.float64)  # which is filled once, also while gradients are on
+    pieces = [remat(part, cache=cache)[0] for part in tokens().split([9, 8], dim=1)]
+    assert_close(torch.cat(pieces, 1), plain(tokens())[0], 1e-12)
 
 
 @pytest.mark.parametrize("name", tiers([*MODES, "dar: dynamic", "hc: dynamic", "dar_block: sep_v", "rd: average"],
@@ -502,9 +509,11 @@ def test_modes_that_are_the_same_bit_for_bit(a, b):
     assert_same(model, copy_of(model, b[0], **b[1]))
 
 
-@pytest.mark.parametrize("mode", [m for m in MODES if "route_heads" in RESIDUAL_MODES[m].knobs and m != "static_block"])
+@pytest.mark.parametrize("mode", [m for m in MODES if "route_heads" in RESIDUAL_MODES[m].knobs])
 def test_several_heads_are_another_function_than_one(mode):
-    model = make(mode, route_heads=4)
+    model, one = make(mode, route_heads=4), make(mode, route_heads=1)
+    if any(p.shape != q.shape for p, q in zip(model.parameters(), one.parameters())):
+        pytest.skip("each head has parameters of its own")
     assert not torch.allclose(model(tokens())[0], copy_of(model, mode, route_heads=1)(tokens())[0], atol=1e-4)
 
 
@@ -642,6 +651,8 @@ def test_sinkhorn_and_its_closed_form_for_two():
     logits = torch.randn(5, 4, 4, dtype=torch.float64)
     m = model_file.doubly_stochastic(logits)
     assert (m > 0).all() and (m.sum(-1) - 1).abs().max() < 1e-3 and (m.sum(-2) - 1).abs().max() < 1e-12
+    logits[:, 0, 0] = 1e4
+    assert (model_file.doubly_stochastic(logits).sum(-2) - 1).abs().max() < 1e-12
     two = torch.randn(50, 2, 2, dtype=torch.float64)
     exact, m = model_file.doubly_stochastic(two), two.exp()
     for _ in range(2000):
@@ -902,6 +913,9 @@ def test_depth_weights_of_every_route(name):
     before = model(idx)[0]
     found = model.depth_weights(idx)
     assert torch.equal(model(idx)[0], before)
+    if model.fused:
+        fused = variant(name, route_impl="fused").depth_weights(idx)
+        assert all(torch.equal(a["weights"], b["weights"]) for a, b in zip(found, fused))
     routed = hasattr(model.residual, "query")
     assert len(found) == (len(model.residual.query) if routed else 0)
     for r in found:
@@ -1170,7 +1184,45 @@ def test_what_fused_routing_does_not_suit_runs_on_the_reference(monkeypatch):
 def test_a_subclass_does_not_inherit_the_fused_form():
     class Mine(model_file.AttnRes):
         pass
-    assert kernels.fused_form(Mine(make("attnres").cfg)) == (None, "Mine has no fused form")
+    model = make("attnres")
+    assert kernels.fused_form(Mine(model.cfg)) == (None, "Mine has no fused form")
+    model.residual = Mine(model.cfg).double()  # put in the place of another that has one
+    assert model.residual_in_use() is model.residual
+
+
+class Detached(nn.Module):
+    """A sublayer whose output does not depend on its input, as of a layer that is dropped."""
+
+    def forward(self, n_qk, *_):
+        return torch.zeros_like(n_qk)
+
+
+@pytest.mark.parametrize("name", ["attnres_block", "rd", "delta_block", "dar_block"])
+@pytest.mark.parametrize("at", [0, 3, 5])
+def test_a_graph_that_is_cut_is_refused_and_not_half_a_gradient(name, at):
+    reference, fused = fused_pair(name)
+    for model in (reference, fused):
+        model.sublayers[at] = Detached()
+    assert_close(loss_of(fused, tokens()), loss_of(reference, tokens()), 1e-12)
+    with pytest.raises(RuntimeError, match="came to .* where site . was due.* use route_impl=reference"):
+        gradients(fused, tokens())
+
+
+def test_fused_routing_with_shared_and_parametrized_queries():
+    def share(query):
+        for route in query:
+            query[route] = query["3"]
+
+    def parametrize(query):
+        for route in ("1", "4"):
+            torch.nn.utils.parametrizations.weight_norm(query, route, dim=None)
+    for change in (share, parametrize):
+        models = fused_pair("attnres")
+        for model in models:
+            change(model.residual.query)
+        (loss, grads), (loss_2, grads_2) = (gradients(model, tokens()) for model in models)
+        assert_close(loss_2, loss, 1e-12)
+        assert_close(grads_2, grads, 1e-10)
 
 
 @pytest.mark.parametrize("cls, method, changed", [
@@ -1409,3 +1461,13 @@ def test_loss_and_gradients_do_not_depend_on_how_a_batch_is_cut(mode):
             part.backward()
         assert_close(sum(p.detach() for p in parts), loss, 1e-12)
         assert_close({n: p.grad for n, p in model.named_parameters()}, whole, 1e-12)
+
+
+def test_a_batch_without_targets_has_no_loss_and_no_gradient():
+    model, idx = make("attnres"), tokens()
+    loss = model(idx, torch.full_like(idx, -1))[1]
+    loss.backward()
+    assert loss == 0 and all((p.grad == 0).all() for p in model.parameters())
+    half = idx.clone()
+    half[0] = -1
+    assert_close(model(idx, half)[1], model(idx[1:], idx[1:])[1], 1e-12)

@@ -1495,7 +1495,7 @@ def guard(name, function, *args):
     except UserError as e:
         error = str(e)
     except (torch.OutOfMemoryError, MemoryError):
-        error = "out of memory: lower the batch (--micro_batch in train.py, --batch in eval.py), or use --remat=true"
+        error = "out of memory: lower the batch (--micro_batch in train.py, --batch in eval.py), or train with --remat=true"
     except OSError as e:
         error = f"{e.filename or 'system'}: {e.strerror or e}"
     except KeyboardInterrupt:

@@ -79,7 +79,7 @@ def test_configuration_mistakes_name_the_place_and_the_remedy(tmp_path):
 def test_unused_knobs_are_refused(mode):
     for knob in model_file.all_knobs():
         default, kind = getattr(GPTConfig, knob), GPTConfig.__dataclass_fields__[knob].type
-        value = next((c for c in get_args(kind) if c != default), 3 if type(default) is int else True)
+        value = next((c for c in get_args(kind) if c != default), not default if kind is bool else 3)
         if knob in RESIDUAL_MODES[mode].knobs:
             GPTConfig(residual_mode=mode, n_head=3, **{knob: value})
         else:
