@@ -37,7 +37,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from difflib import get_close_matches
 from importlib.util import find_spec
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -105,9 +105,10 @@ class TrainConfig:
         for name in ("micro_batch", "tokens_per_step", "max_steps", "eval_tokens", "log_every", "gpus"):
             require(getattr(self, name) >= 1, f"{name}={getattr(self, name)}: must be at least 1")
         for name in ("seed", "min_lr", "warmup_steps", "decay_steps", "weight_decay", "grad_clip", "route_lr_mult",
-                     "route_first", "eval_every", "save_every", "adam_eps", "stop_after"):
+                     "route_first", "eval_every", "save_every", "stop_after"):
             require(getattr(self, name) >= 0, f"{name}={getattr(self, name)}: must not be negative")
-        require(self.lr > 0, f"lr={self.lr}: must be positive")
+        for name in ("lr", "adam_eps"):
+            require(getattr(self, name) > 0, f"{name}={getattr(self, name)}: must be positive")
         require(self.min_lr <= self.lr, f"min_lr={self.min_lr} is above lr={self.lr}")
         require(0 < self.mfu <= 1, f"mfu={self.mfu}: must be above 0 and at most 1")
         for name in ("gpus", "gpu", "mfu"):
@@ -116,6 +117,8 @@ class TrainConfig:
         for name in ("beta1", "beta2"):
             require(0 <= getattr(self, name) < 1, f"{name}={getattr(self, name)}: must be in [0, 1)")
         require(self.dtype != "float16", "dtype=float16 is not supported: use bfloat16 or float32")
+        require(not re.fullmatch(r"gpu|cuda:\d+", self.device), f"device={self.device}: use cuda; which GPUs, says the "
+                "environment variable CUDA_VISIBLE_DEVICES")
         require_choices(self)
         require(self.seed < 2**62, f"seed={self.seed}: must be below 2^62")
         require(self.schedule == "wsd" or not self.decay_steps, f"decay_steps={self.decay_steps} has no effect in "
@@ -202,6 +205,9 @@ def load_config(argv):
         origin |= dict.fromkeys(content, path)
         stem = Path(path).stem
     values |= flags
+    place = {key: "command line" if key in flags else origin.get(key) for key in ("data_dir", "prepare")}
+    if place["data_dir"] not in (None, place["prepare"]):  # how another folder's data are made
+        values.pop("prepare", None)
     values |= {key: os.path.expanduser(values[key]) for key in ("data_dir", "out_dir", "init_from") if key in values}
     mode, seed = values.get("residual_mode", "standard"), values.get("seed", 1)
     out_dir = values.get("out_dir") or f"runs/{stem}-{mode}-seed{seed}"
@@ -270,6 +276,7 @@ remat < gradient_checkpointing activation_checkpointing
 residual_mode < mode residual
 resume < resume_from_checkpoint
 overwrite < overwrite_output_dir
+nothing: give the file without a flag, train.py FILE.toml < config config_file cfg
 nothing: there is no dropout < dropout resid_dropout attn_dropout attention_dropout
 nothing: there are no biases < bias attention_bias""".splitlines()) for theirs in names.split()}
 
@@ -456,7 +463,8 @@ def permute(index, n, seed):
 
 LAUNCH = "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"  # all that one of several processes needs
 SIZES = "WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"
-PATIENCE = timedelta(days=7)  # how long processes wait for one that prepares data, saves or evaluates
+PATIENCE = timedelta(days=7)  # how long processes wait for the first one, which prepares data
+STEP_PATIENCE = timedelta(hours=2)  # and for one that hangs, in a step or while rank 0 saves
 
 
 def launched():
@@ -632,6 +640,10 @@ def load_source(name, mmap=False):
 def find_checkpoint(name):
     """Path of the checkpoint of a run folder, or the path itself."""
     path = Path(name)
+    if not path.exists():
+        hidden = path.parts[:1] if re.fullmatch(prepare_fineweb.HUB_ID, name) and Path(path.parts[0]).is_dir() else ()
+        raise UserError(f"{name} does not exist: give a run folder, a Hugging Face folder or a model of the Hub, "
+                        "OWNER/NAME" + "".join(f"; the folder {owner} here hides the Hub's" for owner in hidden))
     if not path.is_dir():
         return path
     path = path / "last.pt" if (path / "last.pt").exists() else path / "best.pt"
@@ -846,7 +858,10 @@ def train(cfg, t):
     model = fill(model, device, t.seed, weights, t.init_from)
     optimizer = make_optimizer(model, t, device)
     on_first_rank(lock_run_folder, t)
-    start, best, owed, crc = resume(cfg, t, model, optimizer, about_data, say) if t.resume else (0, math.inf, True, "")
+    about_val = f"{min(t.eval_tokens, val.total)} tokens of {val.crc:08x}" if val else ""
+    start, best, owed, crc = 0, math.inf, True, ""
+    if t.resume:
+        start, best, owed, crc = resume(cfg, t, model, optimizer, about_data, about_val, say)
     owed = val and owed and (start or t.eval_every)  # an evaluation behind step `start`; that of step 0 is the start
     check_agreement(start_facts(cfg, t, dtype, start, about_data, val, model) | {
         "the checksum of last.pt": crc, "the best val loss": best})  # all shards are saved when it falls
@@ -907,8 +922,9 @@ def train(cfg, t):
 
     def keep(name, done):
         """Save the state behind step `done`."""
-        content = dict(config=asdict(cfg) | asdict(t), data=about_data, step=done, tokens=done * t.tokens_per_step,
-                       best=best, owed=bool(owed), rng=torch.get_rng_state(), model=gathered(dict(model.state_dict())))
+        content = dict(config=asdict(cfg) | asdict(t), data=about_data, val=about_val, step=done,
+                       tokens=done * t.tokens_per_step, best=best, owed=bool(owed), rng=torch.get_rng_state(),
+                       model=gathered(dict(model.state_dict())))
         if name == "last.pt":
             content["optimizer"] = gathered(optimizer.state_dict())
         if rank == 0:
@@ -955,7 +971,8 @@ def train(cfg, t):
                 sys.exit(128 + (stop.number or signal.SIGTERM))
     stop.release()
     if end < t.max_steps:
-        return say(f"stopped after step {end} of {t.max_steps} as asked, all is saved; go on with: {again(t, world)}")
+        say(f"stopped after step {end} of {t.max_steps} as asked, all is saved; go on with: {again(t, world)}")
+        return sys.exit(128 + stop.number) if stop.number else None  # the signal came in the last step
     found = f", best val loss {best:.4f}" if best < math.inf else ""
     say(f"done: {t.max_steps} steps{found}; evaluate with: python {script('eval.py')} {shlex.quote(t.out_dir)}")
 
@@ -983,7 +1000,7 @@ def start_processes(device):
         if "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun has brought its processes together already
             tell(f"process {rank} of {size}: waiting for the others at {host}:{port}")
         try:
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE)
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=STEP_PATIENCE)
         except (RuntimeError, ValueError) as e:
             raise UserError(f"process {rank} of {size} cannot meet the others at {host}:{port}, its MASTER_ADDR and "
                             f"MASTER_PORT ({first_line(e)})") from None
@@ -1045,10 +1062,10 @@ def check_batch(cfg, t, world):
     unit = t.micro_batch * cfg.seq_len * world
     if t.tokens_per_step % unit:
         below = t.tokens_per_step // unit * unit
-        nearest = " or ".join(f"--tokens_per_step={n}" for n in (below, below + unit) if n)
+        nearest = " or ".join(f"--tokens_per_step={n}" for n in (below, below + unit) if n) * (not t.resume)
         raise UserError(f"tokens_per_step={t.tokens_per_step} does not divide by micro_batch={t.micro_batch} x "
-                        f"seq_len={cfg.seq_len} x {world} process{'es' * (world > 1)} = {unit}: use {nearest} "
-                        "or another --micro_batch")
+                        f"seq_len={cfg.seq_len} x {world} process{'es' * (world > 1)} = {unit}: use " + " or ".join(
+                            filter(None, (nearest, "another --micro_batch", "another number of processes" * t.resume))))
     return t.tokens_per_step // unit
 
 
@@ -1146,7 +1163,11 @@ def lock_run_folder(t):
         folder_lock = None  # of an earlier run in this process
         folder_lock = lock_folder(out, "training in")
         if t.overwrite:
-            for path in (p for pattern in RUN_FILES for p in out.glob(pattern)):
+            old = [path for pattern in RUN_FILES for path in out.glob(pattern)]
+            if old and {os.environ.get(name, "0") for name in RESTARTS} != {"0"}:
+                raise UserError(f"{out}: this job has been restarted, and overwrite=true would delete what it has "
+                                "trained: start it with --resume=true")
+            for path in old:
                 path.unlink()
         log = (out / "log.csv").read_bytes() if os.path.lexists(out / "log.csv") else b""
         found += ["log.csv"] * (len(log.splitlines()) > 1)  # a header alone is no loss
@@ -1163,6 +1184,7 @@ def lock_run_folder(t):
         raise UserError(f"cannot write to the run folder {out} ({e.strerror or e}): choose another --out_dir") from None
 
 
+RESTARTS = "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"
 RUN_FILES = "log.csv", "last.pt*", "best.pt*", "config.toml", "environment.txt", "wandb_id.txt", "events.out.tfevents*"
 
 
@@ -1181,15 +1203,22 @@ def commit():
 def describe_run(cfg, t):
     """Configuration, source files and, for each start, command and environment: the folder explains itself."""
     out, here = Path(t.out_dir), Path(__file__).resolve().parent
+    files = [path for path in (*here.glob("*.py"), here / "study/estimate.py") if path.is_file()]
     try:
+        source = out / "source"
+        changed = [path.name for path in files if (old := source / path.relative_to(here)).exists() and
+                   old.read_bytes() != path.read_bytes()]
+        if changed and t.resume:
+            before = next(p for n in count(1) if not (p := out / f"source.{n}").exists())
+            source.rename(before)
+            tell(f"note: the code has changed since the last start ({', '.join(changed)}); as it was: {before}")
         with open(out / "config.tmp", "w", encoding="utf-8") as f:
             f.write(to_toml(cfg, t))
         os.replace(out / "config.tmp", out / "config.toml")
-        for path in (*here.glob("*.py"), here / "study/estimate.py"):
-            if path.is_file() and here != (out / "source").resolve():
-                copy = out / "source" / path.relative_to(here)
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(path, copy)
+        for path in files if here != source.resolve() else ():
+            copy = source / path.relative_to(here)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, copy)
         with open(out / "environment.txt", "a", encoding="utf-8") as f:
             f.write(f"command: {shlex.join(sys.argv)}\ncommit: {commit()}\n"
                     f"python: {sys.version}\ntorch: {torch.__version__}\n"
@@ -1198,7 +1227,7 @@ def describe_run(cfg, t):
         raise UserError(f"cannot write to the run folder {out} ({e.strerror or e})") from None
 
 
-def resume(cfg, t, model, optimizer, about_data, say):
+def resume(cfg, t, model, optimizer, about_data, about_val, say):
     """Load last.pt into model and optimizer; returns (steps done, best val loss, whether step's evaluation is still to
     be made, checksum of the file): (0, inf, True, "") if there is none yet."""
     path = Path(t.out_dir) / "last.pt"
@@ -1239,7 +1268,11 @@ def resume(cfg, t, model, optimizer, about_data, say):
     news = f"; changed: {', '.join(changed.values())}" if changed else ""
     rate = f"; next learning rate {t.lr_at(saved['step']):.1e}" if saved["step"] < t.max_steps else ""
     say(f"resuming {t.out_dir} after step {saved['step']}{news}{rate}")
-    return saved["step"], min(saved["best"], best_of(Path(t.out_dir) / "best.pt")), saved["owed"], saved["crc"]
+    best = min(saved["best"], best_of(Path(t.out_dir) / "best.pt"))
+    if about_val and saved.get("val", about_val) not in ("", about_val) and best < math.inf:
+        say(f"note: evaluated on {about_val}, before on {saved['val']}: the next evaluation makes a new best.pt")
+        best = math.inf
+    return saved["step"], best, saved["owed"], saved["crc"]
 
 
 def best_of(path):
@@ -1280,6 +1313,8 @@ def introduce(cfg, t, model, data, world, accumulate, say):
     if data.tokenizer_vocab and cfg.vocab_size > data.tokenizer_vocab:
         say(f"note: vocab_size={cfg.vocab_size} is {cfg.vocab_size - data.tokenizer_vocab} above the tokenizer's: "
             "those ids are in the softmax too, which raises the loss a little")
+    if behind_end := [m for m in t.milestones() if m > budget]:
+        say(f"note: eval_at_tokens={behind_end[0]} is behind the end of the run, at {budget} tokens")
     if load > cores:
         say(f"note: the machine is busy (load {load:.1f} on {cores} cores): times say little, and on a CPU training "
             "may be several times faster with the environment variable OMP_NUM_THREADS=1")
@@ -1358,7 +1393,10 @@ class Log:
     def __exit__(self, kind, error, _):
         with suppress(OSError):  # a full disk has been told
             self.file.close()
-        self.finish(kind is not None and not (kind is SystemExit and error.code))
+        try:
+            self.finish(kind is not None and not (kind is SystemExit and error.code))
+        except Exception as e:
+            tell(f"warning: tracker={self.t.tracker} has not ended well ({first_line(e)})")
 
     def read(self):
         """Whole rows of the file, in today's columns, whatever else it holds (a csv.reader stops at damage)."""
@@ -1460,8 +1498,9 @@ def open_tracker(cfg, t, start):
         try:
             if not name.exists():
                 name.write_text(os.urandom(8).hex(), encoding="utf-8")
-            run = wandb.init(project="nanodepth", name=Path(t.out_dir).name, dir=t.out_dir, resume="allow",
-                             id=name.read_text(encoding="utf-8").strip(), config=asdict(cfg) | asdict(t))
+            run = wandb.init(project=os.environ.get("WANDB_PROJECT", "nanodepth"), name=Path(t.out_dir).name,
+                             dir=t.out_dir, resume="allow", id=name.read_text(encoding="utf-8").strip(),
+                             config=asdict(cfg) | asdict(t))
         except Exception as e:  # no account, no network, no space
             raise UserError(f"tracker=wandb: {first_line(e)} (log in with: wandb login; or use "
                             "--tracker=none)") from None
@@ -1495,7 +1534,8 @@ def guard(name, function, *args):
     except UserError as e:
         error = str(e)
     except (torch.OutOfMemoryError, MemoryError):
-        error = "out of memory: lower the batch (--micro_batch in train.py, --batch in eval.py), or train with --remat=true"
+        error = ("out of memory: lower the batch (--micro_batch in train.py, --batch in eval.py), or train with "
+                 "--remat=true")
     except OSError as e:
         error = f"{e.filename or 'system'}: {e.strerror or e}"
     except KeyboardInterrupt:

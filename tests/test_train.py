@@ -68,7 +68,11 @@ def test_configuration_mistakes_name_the_place_and_the_remedy(tmp_path):
                            ("--n_kv_head=5", "n_kv_head=5"), ("--head_dim=7", "even"), ("--schedule=cos", "cosine"),
                            ("--dtype=float16", "float16 is not supported"), ("--min_lr=1", "above lr"),
                            ("--eval_at_tokens=1,x", "whole numbers"), ("--tracker=w", "choices"),
-                           ("--micro_batch=0", "at least 1"),
+                           ("--micro_batch=0", "at least 1"), ("--adam_eps=0", "adam_eps=0.0: must be positive"),
+                           ("--norm_eps=0", "norm_eps=0.0: must be positive"),
+                           ("--device=gpu", "use cuda; which GPUs, says the environment variable CUDA_VISIBLE"),
+                           ("--device=cuda:1", "use cuda; which GPUs, says"),
+                           ("--config=a.toml", "here it is nothing: give the file without a flag"),
                            ("--gpus=8", "gpus=8 has no effect without estimate=true")):
         assert expected in config_error(flag), flag
     assert "n_embd=64" in config_error("--n_embd=64", "--n_head=4", "--residual_mode=attnres", "--route_heads=3")
@@ -485,6 +489,11 @@ def test_missing_data_is_prepared_when_the_configuration_says_how(data, tmp_path
     how = f"--source={data.parent / 'text'} --holdout=10 --workers=1"
     run_training(tmp_path / "made", tmp_path / "a", prepare=how, max_steps=1)
     assert (tmp_path / "made/meta.json").exists()
+    (tmp_path / "a.toml").write_text('data_dir = "made"\nprepare = "--source=stdlib"\n')
+    (tmp_path / "b.toml").write_text('data_dir = "other"\n')
+    for more in (["--data_dir=mien"], [str(tmp_path / "b.toml")]):  # is not how other data, perhaps mistyped, are made
+        assert train.load_config([str(tmp_path / "a.toml"), *more])[1].prepare == ""
+    assert train.load_config([str(tmp_path / "a.toml"), "--seed=2"])[1].prepare == "--source=stdlib"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -586,6 +595,9 @@ def test_micro_steps_make_up_the_step_or_the_nearest_legal_numbers_are_named(wor
             assert min(n) >= 1 and (len(n) == 1 or n[1] == n[0] + 1)
         else:
             assert n >= 1 and n * world * 2 * 32 == wanted
+    t = train.TrainConfig(micro_batch=3, tokens_per_step=256, resume=True)  # of which the step cannot change
+    with pytest.raises(UserError, match="use another --micro_batch or another number of processes"):
+        train.check_batch(cfg, t, world)
 
 
 def test_weights_that_are_not_finite_are_never_saved(data, tmp_path, monkeypatch):

@@ -120,7 +120,8 @@ def test_a_slow_process_does_not_time_the_others_out(monkeypatch):
     monkeypatch.setattr(train.dist, "get_world_size", lambda: 2)
     for device in ("cpu", "cuda"):
         assert train.start_processes(torch.device(device)) == (0, 2)
-    assert [b for b, _ in seen] == ["gloo", "nccl"] and all(t >= timedelta(hours=6) for _, t in seen)
+    assert [b for b, _ in seen] == ["gloo", "nccl"] and {t for _, t in seen} == {train.STEP_PATIENCE}
+    assert train.STEP_PATIENCE >= timedelta(hours=1) and train.PATIENCE >= timedelta(days=1)  # to prepare data
 
 
 def facts(data, out, start=0, seed=1, **settings):
@@ -293,7 +294,7 @@ def test_torchrun_passes_a_schedulers_warning_on_with_the_options_of_the_documen
     assert torch.load(tmp_path / "a/last.pt", weights_only=True)["step"] == int(last) >= 3
 
 
-def test_stop_after_ends_a_part_of_the_run_with_the_schedule_of_the_whole(shards, tmp_path, capsys):
+def test_stop_after_ends_a_part_of_the_run_with_the_schedule_of_the_whole(shards, tmp_path, capsys, monkeypatch):
     run(shards, tmp_path / "whole")
     assert len(run(shards, tmp_path / "a", stop_after=4)) == 5  # and the row of the start
     assert "stopped after step 4 of 6 as asked" in capsys.readouterr().out
@@ -301,6 +302,11 @@ def test_stop_after_ends_a_part_of_the_run_with_the_schedule_of_the_whole(shards
     assert "is finished: 4 of 4 steps are done; raise --stop_after" in capsys.readouterr().out
     train.train(*train.load_config([str(tmp_path / "a/config.toml"), "--resume=true"]))  # no wish of the first start
     assert same_run(tmp_path / "a", tmp_path / "whole")
+    with monkeypatch.context() as patch:  # what starts one part after the other must not start the next
+        send_at(patch, 4, signal.SIGTERM)
+        with pytest.raises(SystemExit):
+            run(shards, tmp_path / "b", stop_after=4)
+    assert train.load_checkpoint(tmp_path / "b/last.pt")["step"] == 4
     with pytest.raises(UserError, match="stop_after=7 is behind the last step, max_steps=6"):
         train.load_config(["--stop_after=7", "--max_steps=6"])
 
@@ -331,6 +337,45 @@ def test_the_best_checkpoint_is_never_replaced_by_a_worse_one(shards, tmp_path, 
     after = torch.load(tmp_path / "a/best.pt", weights_only=True)
     assert after["best"] == before["best"] and after["step"] == before["step"]
     assert f"best val loss {before['best']:.4f}" in capsys.readouterr().out
+
+
+def test_the_best_loss_of_other_val_tokens_is_not_compared(shards, tmp_path, capsys):
+    run(shards, tmp_path / "a", max_steps=3, eval_every=1)
+    content = torch.load(tmp_path / "a/best.pt", weights_only=True)
+    for name in ("best.pt", "last.pt"):
+        path = tmp_path / "a" / name
+        torch.save(torch.load(path, weights_only=True) | {"best": 0.1}, path)
+    run(shards, tmp_path / "a", max_steps=4, eval_every=1, resume="true")
+    assert torch.load(tmp_path / "a/best.pt", weights_only=True)["best"] == 0.1
+    assert "the next evaluation makes a new best.pt" not in capsys.readouterr().out
+    run(shards, tmp_path / "a", max_steps=5, eval_every=1, resume="true", eval_tokens=300)
+    now = torch.load(tmp_path / "a/best.pt", weights_only=True)
+    assert now["step"] == 5 and now["best"] > 0.1 and now["val"] != content["val"]
+    assert "evaluated on 300 tokens of" in capsys.readouterr().out
+
+
+def test_a_restarted_job_does_not_overwrite_its_own_run(shards, tmp_path, monkeypatch):
+    run(shards, tmp_path / "a", overwrite="true")
+    for name in train.RESTARTS:
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "1")
+            with pytest.raises(UserError, match="restarted, and overwrite=true would delete .*--resume=true"):
+                run(shards, tmp_path / "a", overwrite="true")
+            run(shards, tmp_path / name, overwrite="true")
+            run(shards, tmp_path / "a", resume="true", max_steps=8)
+    run(shards, tmp_path / "a", overwrite="true")
+
+
+def test_a_resumed_run_keeps_the_code_that_it_was_started_with(shards, tmp_path, capsys):
+    run(shards, tmp_path / "a", max_steps=2)
+    source = tmp_path / "a/source/model.py"
+    source.write_text("# as it was\n")
+    run(shards, tmp_path / "a", max_steps=4, resume="true")
+    assert "the code has changed since the last start (model.py); as it was: " in capsys.readouterr().out
+    assert (tmp_path / "a/source.1/model.py").read_text() == "# as it was\n"
+    assert source.read_bytes() == (HERE / "model.py").read_bytes()
+    run(shards, tmp_path / "a", max_steps=6, resume="true")
+    assert "the code has changed" not in capsys.readouterr().out and not (tmp_path / "a/source.2").exists()
 
 
 def test_no_start_loses_what_a_folder_holds(shards, tmp_path, monkeypatch):
@@ -475,8 +520,10 @@ def test_wandb_goes_on_with_its_run_and_knows_every_setting(shards, tmp_path, mo
     assert set(first["config"]) == set(train.SCHEMA) and first["config"]["residual_mode"] == "attnres"
     assert fake.ends == [0, 0] or fake.ends == [1, 0]  # a run that was stopped is not finished as if it had failed
     assert sorted(fake.points) == [0, 1, 2, 3, 4, 5, 6] and "val_loss" in fake.points[3]
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
     run(shards, tmp_path / "b", tracker="wandb")
     assert fake.starts[-1]["id"] != first["id"]
+    assert [s["project"] for s in fake.starts] == ["nanodepth", "nanodepth", "mine"]
 
 
 def test_a_tracker_that_cannot_start_is_one_line(shards, tmp_path, monkeypatch):
@@ -495,12 +542,18 @@ def test_a_tracker_that_fails_later_does_not_end_the_run(error, shards, tmp_path
     def log(values):
         if values["step"] >= 2:
             raise error
+    def finish(exit_code):
+        raise error
     fake.log = log
     monkeypatch.setitem(sys.modules, "wandb", fake)
     monkeypatch.setattr(train, "find_spec", lambda name: True)
     run(shards, tmp_path / "a", tracker="wandb")
     assert capsys.readouterr().out.count("warning: tracker=wandb has failed and gets no more rows") == 1
     assert train.load_checkpoint(tmp_path / "a/last.pt")["step"] == 6
+    fake.log, fake.finish = lambda values: None, finish
+    run(shards, tmp_path / "b", tracker="wandb")
+    said = capsys.readouterr().out
+    assert "warning: tracker=wandb has not ended well" in said and "done: 6 steps" in said
 
 
 def test_tensorboard_curves_do_not_go_back_after_a_crash(shards, tmp_path, monkeypatch):
