@@ -21,8 +21,10 @@ import json
 import math
 import sys
 from dataclasses import asdict
+from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -158,13 +160,17 @@ def sample(args, model, saved, device, dtype):
     """Continuations of the prompt as a list of texts."""
     encoding = find_encoding(args, model, saved)
     ids = [*encoding.first, *encoding.encode_ordinary(args.prompt)]
+    stops = {encoding.eot_token, *saved.get("stops", ())}
+    for token in (t for t in encoding.spec["special_tokens"] if t in args.prompt and t not in encoding.spec["added"]):
+        print(f"note: {token} in the prompt is taken as ordinary text", file=sys.stderr)
     torch.manual_seed(args.seed)
     with autocast(device, dtype):
         prompts = torch.tensor([ids] * args.samples, device=device)
-        out = model.generate(prompts, args.tokens, args.temperature, args.top_k, encoding.n_vocab,
-                             lambda idx: bool((idx[:, len(ids):] == encoding.eot_token).any(1).all()))
-    ends = [[*row, encoding.eot_token].index(encoding.eot_token, len(ids)) for row in out.tolist()]
-    return [encoding.decode(row[len(encoding.first):end]) for row, end in zip(out.tolist(), ends)]
+        out = model.generate(
+            prompts, args.tokens, args.temperature, args.top_k, encoding.n_vocab,
+            lambda idx: bool(torch.isin(idx[:, len(ids):], torch.tensor([*stops], device=device)).any(1).all()))
+    written = [takewhile(lambda i: i not in stops, row[len(ids):]) for row in out.tolist()]
+    return [encoding.decode([*ids[len(encoding.first):], *row]) for row in written]
 
 
 def find_encoding(args, model, saved):
@@ -172,31 +178,39 @@ def find_encoding(args, model, saved):
     folder = saved.get("folder", "") if not args.data_dir else ""
     path = Path(folder or data_folder(args, saved)) / "tokenizer.json"
     if not path.exists() and saved["data"].get("tokenizer") != "bytes":
-        raise UserError(f"{path} is missing, so text cannot be encoded: give the data's folder with --data_dir")
+        raise UserError(f"{path} is missing, so text cannot be encoded: give a folder that prepare_fineweb.py "
+                        "has filled with the same --tokenizer to --data_dir")
     encoding = get_encoding(str(path) if path.exists() else "bytes")
     if encoding.n_vocab > model.cfg.vocab_size:
         raise UserError(f"{path} has a vocabulary of {encoding.n_vocab}, more than the model's {model.cfg.vocab_size}: "
-                        "give the folder of the data it was trained on with --data_dir")
+                        "give the folder of the data it was trained on with --data_dir, or remove from that file what "
+                        "was added to it")
     check_tokenizer(args, saved, encoding.name)
     return encoding
 
 
 def run_tasks(args, model, saved, path, device, dtype, rank):
     """Benchmarks of lm-eval; results go to tasks.json and tasks/ in the run folder."""
-    encoding = find_encoding(args, model, saved)
-    found = hub.run_tasks(args.tasks.split(","), model, encoding, encoding.decode,
-                          partial(autocast, device, dtype), args.batch, args.seq_len or model.cfg.seq_len,
-                          limit=args.limit or None, shots=args.shots, folder=args.task_dir or None)
-    if rank:
-        return
+    encoding, table = find_encoding(args, model, saved), {}
     folder = path.parent if path.is_file() else Path("runs", str(args.run).strip("/").replace("/", "--"))
-    table = hub.write_results(found, folder)
-    if args.json:
-        return print(json.dumps(table))
-    for task, row in table.items():
-        print(f"{task}: {', '.join(f'{k} {v:.4f}' for k, v in row.items() if isinstance(v, float))}"
-              f"{', n {:,}'.format(row['n']) if row['n'] else ''}")  # a group of tasks has none
-    print(f"wrote {folder}/tasks.json and tasks/; two models in pairs: python eval.py --compare RUN {folder}")
+
+    def store(results):
+        if rank:
+            return
+        found = hub.write_results(results, folder, saved["step"])
+        table.update(found)
+        for task, row in () if args.json else found.items():
+            print(f"{task}: {', '.join(f'{k} {v:.4f}' for k, v in row.items() if isinstance(v, float))}"
+                  f"{', n {:,}'.format(row['n']) if row['n'] else ''}", flush=True)  # a group of tasks has none
+    try:
+        hub.run_tasks(args.tasks.split(","), model, encoding, encoding.decode, partial(autocast, device, dtype),
+                      args.batch, args.seq_len or model.cfg.seq_len, saved.get("stops", ()),
+                      limit=args.limit or None, shots=args.shots, folder=args.task_dir or None, store=store)
+    finally:
+        if args.json and table:
+            print(json.dumps(table))
+        elif table:
+            print(f"wrote {folder}/tasks.json and tasks/; two models in pairs: python eval.py --compare RUN {folder}")
 
 
 def compare_runs(args):
@@ -219,7 +233,10 @@ def export(args):
     saved, _ = load_source(args.run)
     dtype = None if args.dtype == "auto" else getattr(torch, args.dtype)
     source = saved.get("folder") or saved["config"].get("init_from")  # of the tokenizer's files
-    print("\n".join(hub.export(saved, args.export, args.form, dtype, source)))
+    meta = None
+    with suppress(UserError):  # the data may be gone
+        meta = read_meta(data_folder(args, saved))
+    print("\n".join(hub.export(saved, args.export, args.form, dtype, source, meta and meta.get("end_of_text"))))
 
 
 def run(args):

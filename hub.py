@@ -24,6 +24,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from difflib import get_close_matches
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -53,20 +54,18 @@ def is_model(name):
     return bool(exists(os.path.join(name, "config.json")) or hub_id)
 
 
-def locate(name, files=("*.json", "model*.safetensors", "tokenizer*")):
+def locate(name, files=("*.json", "model*.safetensors", "tokenizer*", "merges.txt", "*.jinja")):
     """Folder of a model: itself, or the local copy of these files of what the Hub has under this id, downloaded if need
     be."""
     if Path(name).is_dir():
         return Path(name)
-    repo, _, revision = str(name).partition("@")
+    hub, (repo, _, revision) = need("huggingface_hub"), str(name).partition("@")
+    pauses = () if importlib.import_module("huggingface_hub.constants").HF_HUB_OFFLINE else (1, 2, 4)
     try:
-        return Path(need("huggingface_hub").snapshot_download(
-            repo, revision=revision or None, allow_patterns=list(files)))
-    except UserError:
-        raise
-    except Exception as e:  # what is raised depends on the version of the library
-        raise UserError(f"{name} is neither a folder here nor a model that can be had from the Hub "
-                        f"({first_line(e)[:150]})") from None
+        return Path(patiently(f"download {repo}", repo, lambda: hub.snapshot_download(
+            repo, revision=revision or None, allow_patterns=list(files)), pauses))
+    except Unreachable as e:
+        raise UserError(f"{name} is neither a folder here nor a model that can be had from the Hub: {e}") from None
 
 
 def read_config(folder):
@@ -211,23 +210,37 @@ def load(name):
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # none, or none that can be read
         tokenizer = ""
     return dict(cfg=cfg, config=asdict(cfg), data=dict(tokenizer=tokenizer), model=Tensors(folder, cfg, own), step=0,
-                tokens=0, best=math.inf, folder=str(folder))
+                tokens=0, best=math.inf, folder=str(folder), stops=stop_ids(folder))
+
+
+def stop_ids(folder):
+    """Ids at which the model's own files say to stop: of a chat model the end of a turn, beside that of a text."""
+    found = []
+    for name in ("config.json", "generation_config.json"):
+        with suppress(OSError, ValueError, AttributeError):  # missing, or not as it should be
+            ids = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
+            found += ids if isinstance(ids, list) else [ids]
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        named = eos_token(folder / "tokenizer_config.json")
+        added = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
+        found += [t["id"] for t in added if t["content"] == named]
+    return sorted({i for i in found if isinstance(i, int)})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Out
 
 
-TOKENIZER_FILES = ("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
                    "generation_config.json", "chat_template*")
 
 
-def export(saved, folder, form="", dtype=None, source=None):
+def export(saved, folder, form="", dtype=None, source=None, end=None):
     """Write a checkpoint as safetensors and config.json; returns lines that say what was written.
 
     form: huggingface (only `standard`: what transformers has a class for), nanodepth (our names, any mode; can be read
     back by train.py and eval.py), or empty: the first that fits. source: the folder or Hub id whose tokenizer comes
-    along.
+    along; end: id of the token that ends a text, where no source tells it.
     """
     cfg, folder = saved["cfg"], Path(folder)
     form = form or ("huggingface" if cfg.residual_mode == "standard" and not cfg.n_expert else "nanodepth")
@@ -238,7 +251,7 @@ def export(saved, folder, form="", dtype=None, source=None):
         raise UserError(f"{folder} exists already: choose another folder")
     save_file = need("safetensors.torch").save_file
     try:
-        source = locate(source) if source and is_model(source) else None
+        source = locate(source, ("config.json", *TOKENIZER_FILES)) if source and is_model(source) else None
     except UserError:
         source = None  # gone by now
     folder.mkdir(parents=True, exist_ok=True)
@@ -248,7 +261,7 @@ def export(saved, folder, form="", dtype=None, source=None):
             pieces = saved["model"][ours].split([rows for _, rows in parts])
             out |= {theirs: piece for (theirs, _), piece in zip(parts, pieces)}
         old = json.loads((source / "config.json").read_text(encoding="utf-8")) if source else {}
-        config |= {name: old[name] for name in ("bos_token_id", "eos_token_id") if name in old}
+        config |= {"eos_token_id": end} | {name: old[name] for name in ("bos_token_id", "eos_token_id") if name in old}
     else:
         out, config = saved["model"], dict(model_type="nanodepth", config=asdict(cfg))
     try:
@@ -263,7 +276,8 @@ def export(saved, folder, form="", dtype=None, source=None):
     what = "transformers loads it" if form == "huggingface" else "nanodepth's names, which transformers does not know"
     return [f"{folder}: {len(out)} tensors and config.json ({what})",
             f"tokenizer: {', '.join(f.name for f in files)}" if files else
-            "tokenizer: none is known in Hugging Face's form; put its files beside config.json"]
+            "tokenizer: none is known in Hugging Face's form; put its files beside config.json" + (
+                ", and eos_token_id into it" * (config.get("eos_token_id", 0) is None))]
 
 
 def describe(cfg, dtype):
@@ -370,11 +384,12 @@ class Adapter:
 
     encoding: encode_ordinary, eot_token, n_vocab, name and `first`, the ids that a document begins with; decode: ids to
     text, with or without special tokens; autocast: makes the context of a forward pass; batch: sequences in one;
-    max_length: tokens of context.
+    max_length: tokens of context; stops: ids that end what is written, beside eot_token.
     """
 
-    def __init__(self, model, encoding, decode, autocast, batch, max_length):
+    def __init__(self, model, encoding, decode, autocast, batch, max_length, stops=()):
         super().__init__()
+        self.stops = {encoding.eot_token, *stops}
         self.model, self.encoding, self.decode, self.autocast, self.batch = model, encoding, decode, autocast, batch
         self.max_length, self.first = max_length, list(getattr(encoding, "first", [encoding.eot_token]))
         self.shortened = 0  # items whose beginning did not fit into the context
@@ -434,7 +449,9 @@ class Adapter:
         return self.spread(pairs, self.score, lambda pair: len(pair[0]) + len(pair[1]))
 
     def _loglikelihood_tokens(self, requests, **_):
-        return self.score_all([(context, ids) for _, context, ids in requests])
+        # the token at the seam may leave a continuation without ids of its own, which would cost nothing: encoded alone
+        return self.score_all([(context, ids) if ids else (
+            self.tok_encode(texts[0]), self.tok_encode(texts[1], False)) for texts, context, ids in requests])
 
     def loglikelihood_rolling(self, requests, **_):
         # a tokenizer that begins a text with BOS has it twice here, as in the harness' own backend
@@ -449,41 +466,53 @@ class Adapter:
         return total
 
     def generate_until(self, requests, **_):
-        self.shortened += sum(len(self.tok_encode(context)) > self.max_length - options.get("max_gen_toks", 256)
-                              for context, options in (r.args for r in requests))
-        return self.spread([r.args for r in requests], lambda part: [self.write(*args) for args in part],
-                           lambda args: len(args[0]))
+        items = [(context, options, i) for i, (context, options) in enumerate(r.args for r in requests)]
+        for context, options, _ in items:
+            n = to_write(options)
+            if n >= self.max_length:
+                raise UserError(f"it writes {n} tokens, and the model has a context of {self.max_length}")
+            if is_sampled(options) and options.get("top_p", 1) != 1:
+                raise UserError(f"it samples with top_p={options['top_p']}, which is not supported here")
+            self.shortened += len(self.tok_encode(context)) > self.max_length - n
+        return self.spread(items, lambda part: [self.write(*item) for item in part], lambda item: len(item[0]))
 
-    def write(self, context, options):
-        """The continuation of a text up to the first of options["until"], in at most options["max_gen_toks"] tokens."""
-        stops = options.get("until") or []
+    def write(self, context, options, number=0):
+        """The continuation of a text up to the first of options["until"], in at most to_write(options) tokens. Samples
+        depend on the number of the request, so that a text that is there several times has as many continuations."""
+        stops, n, sampled = options.get("until") or [], to_write(options), is_sampled(options)
         stops = [stops] if isinstance(stops, str) else stops
-        n, sampled = options.get("max_gen_toks", 256), options.get("do_sample", False)
-        if n >= self.max_length:
-            raise UserError(f"a task writes {n} tokens, and the model has a context of {self.max_length}")
-        if sampled and options.get("top_p", 1) != 1:
-            raise UserError(f"a task samples with top_p={options['top_p']}, which is not supported here")
         context = self.tok_encode(context)[n - self.max_length:]
         reach = max((len(s.encode()) for s in stops), default=0)  # a string is never of more tokens than bytes
 
         def stop(idx):
             last = idx[0, len(context):].tolist()
-            return last[-1] == self.eot_token_id or any(s in self.decode(last[-reach:]) for s in stops)
-        torch.manual_seed(zlib.crc32(str(context).encode()))  # the same on any process
+            return last[-1] in self.stops or any(s in self.decode(last[-reach:]) for s in stops)
+        torch.manual_seed(zlib.crc32(f"{number} {context}".encode()))  # the same on any process
         idx = self.model.generate(
             torch.tensor([context], device=self._device), n, options.get("temperature", 1.0) if sampled else 0.0,
             options.get("top_k", 0) if sampled else 0, self.encoding.n_vocab, stop)
-        ids = idx[0, len(context):].tolist()
-        text = self.decode(ids[:ids.index(self.eot_token_id)] if self.eot_token_id in ids else ids, special=False)
+        text = self.decode([*takewhile(lambda i: i not in self.stops, idx[0, len(context):].tolist())], special=False)
         return text[:min((text.find(s) for s in stops if s in text), default=len(text))]
 
 
-def run_tasks(tasks, *model, limit=None, shots=None, folder=None):
-    """Run tasks of lm-eval on a model (what Adapter takes) -> its results: on every process, with `samples` by task."""
+def to_write(options):
+    """Tokens that a task may write at most, by any of the names that lm-eval takes."""
+    names = "max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"
+    return int(next((options[name] for name in names if options.get(name) is not None), 256))
+
+
+def is_sampled(options):
+    asked = options.get("do_sample")
+    return float(options.get("temperature") or 0) > 0 if asked is None else asked
+
+
+def run_tasks(tasks, *model, limit=None, shots=None, folder=None, store=lambda results: None):
+    """Run tasks of lm-eval, one by one, on a model (what Adapter takes): store(results) on every process, with
+    `samples` by task, as soon as a task is done. What cannot be run is told at the end, and the rest is done."""
     lm_eval = need("lm_eval", "--tasks", "requirements-tasks.txt")
     from lm_eval.api.model import TemplateLM
     from lm_eval.tasks import TaskManager
-    manager = TaskManager(include_path=folder)
+    manager, failed = TaskManager(include_path=folder), []
     for name in tasks:
         if not manager.match_tasks([name]):
             near = get_close_matches(name, manager.all_tasks, 1)
@@ -491,16 +520,25 @@ def run_tasks(tasks, *model, limit=None, shots=None, folder=None):
     harness = type("Harness", (Adapter, TemplateLM), {})(*model)
     rank, os.environ["LOCAL_RANK"] = os.environ.get("LOCAL_RANK"), "0"  # or the harness gives results to one process
     try:
-        found = lm_eval.simple_evaluate(model=harness, tasks=tasks, num_fewshot=shots, limit=limit,
-                                        task_manager=manager, bootstrap_iters=1000)
-        if harness.shortened and rank in (None, "0"):
-            print(f"note: {harness.shortened:,} texts are longer than the context of {harness.max_length:,} tokens and "
-                  "have lost their beginning", file=sys.stderr)
-        return found
-    except OSError as e:  # those of the libraries that fetch the data are among these
-        raise UserError(f"the data of {', '.join(tasks)} cannot be had ({first_line(e)[:200]})") from None
+        for name in tasks:
+            try:
+                store(lm_eval.simple_evaluate(model=harness, tasks=[name], num_fewshot=shots, limit=limit,
+                                              task_manager=manager, bootstrap_iters=1000))
+            except OSError as e:  # those of the libraries that fetch the data are among these
+                failed.append(f"the data of {name} cannot be had ({first_line(e)[:200]})")
+            except (UserError, ValueError, ImportError) as e:
+                failed.append(f"lm-eval cannot run {name} here ({first_line(e)[:200]})")
+            except RuntimeError as e:
+                if isinstance(e, torch.OutOfMemoryError) or dist.is_initialized():  # of another process
+                    raise
+                failed.append(f"lm-eval cannot run {name} here ({first_line(e)[:200]})")
     finally:
         os.environ.pop("LOCAL_RANK") if rank is None else os.environ.update(LOCAL_RANK=rank)
+    if harness.shortened and rank in (None, "0"):
+        print(f"note: {harness.shortened:,} texts are longer than the context of {harness.max_length:,} tokens and "
+              "have lost their beginning", file=sys.stderr)
+    if failed:
+        raise UserError(f"{'; '.join(failed)}; the other tasks are done: leave out what cannot be run")
 
 
 def score_of_item(metric, value):
@@ -512,7 +550,7 @@ def score_of_item(metric, value):
     return []
 
 
-def write_results(results, folder):
+def write_results(results, folder, step=None):
     """tasks.json (the tasks that are there already stay) and tasks/<task>.jsonl with one line per item and filter."""
     folder, table = Path(folder), {}
     (folder / "tasks").mkdir(parents=True, exist_ok=True)
@@ -521,7 +559,8 @@ def write_results(results, folder):
     for task, found in results["results"].items():
         values = {k.removesuffix(",none"): v for k, v in found.items() if isinstance(v, float)}
         table[task] = values | dict(n=results["n-samples"].get(task, {}).get("effective"),
-                                    shots=results["n-shot"].get(task), version=results["versions"].get(task))
+                                    shots=results["n-shot"].get(task), version=results["versions"].get(task),
+                                    step=step)
     for task, samples in results["samples"].items():
         path = folder / "tasks" / f"{task}.jsonl"
         with open(path.with_suffix(".tmp"), "w", encoding="utf-8") as f:
@@ -643,8 +682,14 @@ def locate_tokenizer(name):
 def canonical(path):
     """(content, the same as text, name by it) of Hugging Face's tokenizer.json; meta.json of the data has the name."""
     saved = json.loads(Path(path).read_text(encoding="utf-8")) | dict(padding=None, truncation=None)
-    text, model = json.dumps(saved, sort_keys=True, ensure_ascii=False), saved["model"]
-    return saved, text, f"{model['type'].lower()}-{len(model['vocab'])}-{zlib.crc32(text.encode()):08x}"
+    text, model, post, same = json.dumps(saved, sort_keys=True, ensure_ascii=False), saved["model"], saved.get(
+        "post_processor"), dict(saved)  # what a newer version of the library has saved again keeps its name:
+    if "merges" in model:  # it writes them as pairs
+        same["model"] = model | dict(merges=[m if isinstance(m, str) else " ".join(m) for m in model["merges"]])
+    if post and post["type"] == "TemplateProcessing" and document_ends(post) == ([], []):  # and one that adds nothing
+        same["post_processor"] = None
+    crc = zlib.crc32(json.dumps(same, sort_keys=True, ensure_ascii=False).encode())
+    return saved, text, f"{model['type'].lower()}-{len(model['vocab'])}-{crc:08x}"
 
 
 def read_tokenizer(path):
@@ -689,17 +734,19 @@ def document_ends(post):
 
 def end_of_text(path, ids, first):
     """The id that ends a text: by its usual names, else what tokenizer_config.json beside says."""
-    named = ""
     config = Path(path).with_name("tokenizer_config.json")
-    if config.exists():
-        named = json.loads(config.read_text(encoding="utf-8")).get("eos_token") or ""
-        named = named["content"] if isinstance(named, dict) else named
+    named = eos_token(config) if config.exists() else ""
     for token in (END_OF_TEXT, "<|end_of_text|>", named, "</s>", "<eos>", "[SEP]"):
         if token in ids:
             return ids[token]
     if first:
         return first[0]
     raise UserError(f"{path}: no token ends a text: name it as eos_token in {config}")
+
+
+def eos_token(config):
+    named = json.loads(config.read_text(encoding="utf-8")).get("eos_token") or ""
+    return named["content"] if isinstance(named, dict) else named
 
 
 def byte_level(saved, special):

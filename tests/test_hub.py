@@ -258,12 +258,21 @@ def test_a_hub_id_is_downloaded_with_its_revision(tmp_path, monkeypatch):
         asked.append((repo, revision))
         if repo == "no/such":
             raise OSError("no network")
+        if repo == "meta/gated":
+            error = OSError("401 Client Error")
+            error.response = SimpleNamespace(status_code=401)
+            raise error
         return str(tmp_path / "hf")
     monkeypatch.setattr(hub, "need", lambda name, need=hub.need: SimpleNamespace(
         snapshot_download=snapshot_download) if name == "huggingface_hub" else need(name))
     assert hub.load("some-one/a.model@main")["cfg"].n_embd == 32 and asked == [("some-one/a.model", "main")]
-    with pytest.raises(UserError, match="neither a folder here nor a model that can be had from the Hub .no network"):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("prepare_fineweb.time.sleep", asked.append)
+    with pytest.raises(UserError, match="neither a folder here nor a model that can be had from the Hub: .*no network"):
         hub.load("no/such")
+    assert [n for n in asked if isinstance(n, int)] == [1, 2, 4]  # a large download that is cut goes on
+    with pytest.raises(UserError, match="the Hub refuses it .401.* accept its terms .*hf auth login"):
+        hub.load("meta/gated")
     assert hub.is_model("Qwen/Qwen3-0.6B") and not hub.is_model(str(tmp_path)) and not hub.is_model("tests/nothing")
 
 
@@ -335,6 +344,43 @@ def test_export_from_the_command_line_carries_the_tokenizer_along(data, tmp_path
     capsys.readouterr()
     evaluation.main([f"{tmp_path}/rd_out", f"--data_dir={data}", "--routing", "--windows=2", "--device=cpu"])
     assert "rd" in capsys.readouterr().out
+
+
+def test_the_ids_that_end_a_text_are_those_of_the_model_files(data, tmp_path, capsys):
+    own(tmp_path / "hf", **BYTES)
+    assert hub.load(tmp_path / "hf")["stops"] == []
+    for name, content in (
+            ("generation_config.json", dict(eos_token_id=[7, 9])), ("config.json", dict(eos_token_id=5)),
+            ("tokenizer_config.json", dict(eos_token=dict(content="<|im_end|>"))),
+            ("tokenizer.json", dict(added_tokens=[dict(content="<|im_end|>", id=11), dict(content="x", id=12)]))):
+        path = tmp_path / "hf" / name
+        path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | content))
+    assert hub.load(tmp_path / "hf")["stops"] == [5, 7, 9, 11]
+    (tmp_path / "hf/tokenizer.json").write_text("no JSON")
+    (tmp_path / "hf/generation_config.json").write_text("[]")
+    assert hub.load(tmp_path / "hf")["stops"] == [5]
+    run_training(data, tmp_path / "run", max_steps=1)
+    evaluation.main([str(tmp_path / "run"), f"--export={tmp_path}/out"])
+    assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == 256  # of the data's end of text
+    capsys.readouterr()
+    evaluation.main([str(tmp_path / "run"), "--prompt=<|endoftext|>", "--tokens=1"])
+    assert "note: <|endoftext|> in the prompt is taken as ordinary text" in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_was_saved_again_keeps_its_name(tmp_path):
+    saved = dict(added_tokens=[], post_processor=None, pre_tokenizer=None, normalizer=None, model=dict(
+        type="BPE", vocab={"a": 0, "b": 1, "ab": 2}, merges=["a b"]))
+    again = saved | dict(model=saved["model"] | dict(merges=[["a", "b"]]), post_processor=dict(
+        type="TemplateProcessing", single=[dict(Sequence=dict(id="A", type_id=0))], pair=[], special_tokens={}))
+    other = saved | dict(model=saved["model"] | dict(merges=[]))
+    begins = again | dict(post_processor=again["post_processor"] | dict(
+        single=[dict(SpecialToken=dict(id="a", type_id=0)), *again["post_processor"]["single"]],
+        special_tokens=dict(a=dict(id="a", ids=[0], tokens=["a"]))))
+    names = []
+    for content in (saved, again, other, begins):
+        (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+        names.append(hub.canonical(tmp_path / "tokenizer.json")[2])
+    assert names[0] == names[1] and len({*names}) == 3
 
 
 def test_the_shape_comes_from_the_checkpoint_and_a_contradiction_is_an_error(data, tmp_path):
@@ -506,10 +552,10 @@ class Words:
         return list(text.encode())
 
 
-def adapter(model):
+def adapter(model, stops=()):
     def decode(ids, special=True):
         return bytes(i for i in ids if i < 256).decode(errors="replace")
-    return hub.Adapter(model, Words(), decode, torch.no_grad, 3, model.cfg.seq_len)
+    return hub.Adapter(model, Words(), decode, torch.no_grad, 3, model.cfg.seq_len, stops)
 
 
 PAIRS = [([1 + i % 50] * (1 + 3 * i % 11), [5, 7, 9, 2][:1 + i % 4]) for i in range(13)]
@@ -526,6 +572,8 @@ def test_a_continuation_is_scored_as_without_padding_and_batches():
         assert likeliest == (z.argmax(-1).tolist() == row[-len(ids_):])
     best = model(torch.tensor([[3, 4]]))[0][0, -1].argmax().item()
     assert a.score_all([([3, 4], [best])])[0][1]
+    seam = a._loglikelihood_tokens([(("He", "x"), list(b"Hex"), [])])  # both in one token: not free, but encoded alone
+    assert seam == a.score_all([(list(b"He"), list(b"x"))]) and seam[0][0] < 0
 
 
 @torch.no_grad()
@@ -559,14 +607,23 @@ def test_generation_ends_at_stop_strings_end_of_text_and_the_limit():
     stop = text[3:5]
     assert a.write(prompt, dict(max_gen_toks=20, until=[stop, "\n\n"])) == text[:text.index(stop)]
     assert a.write(prompt, dict(max_gen_toks=20, until=stop)) == text[:text.index(stop)]
+    assert a.write(prompt, dict(max_new_tokens=5)) == a.write(prompt, dict(max_gen_toks=5)) == a.decode(ids_[:5])
+    of_chat = adapter(model, stops=[ids_[4]])
+    assert of_chat.write(prompt, dict(max_gen_toks=20)) == a.decode(ids_[:ids_.index(ids_[4])])
+
+    def generate(options, times=1):
+        return a.generate_until([SimpleNamespace(args=(prompt, options))] * times)
+    hot = dict(max_gen_toks=9, temperature=2.0)  # do_sample follows from it
+    assert len(set(generate(hot, 4))) == 4 and generate(hot, 4) == generate(hot | dict(do_sample=True), 4)
+    assert len(set(generate(dict(max_gen_toks=9), 4))) == 1
     model.embed.weight[256] = 10 * model.embed.weight[ids_[0]]  # end-of-text becomes the likeliest
     assert a.write(prompt, dict(max_gen_toks=20)) == ""
     with pytest.raises(UserError, match="writes 32 tokens, and the model has a context of 32"):
-        a.write(prompt, dict(max_gen_toks=32))
+        generate(dict(max_gen_toks=32))
     sampled = dict(max_gen_toks=9, do_sample=True, temperature=2.0)
     assert a.write(prompt, sampled) == a.write(prompt, sampled)
     with pytest.raises(UserError, match="top_p"):
-        a.write(prompt, sampled | dict(top_p=0.9))
+        generate(sampled | dict(top_p=0.9))
 
 
 def test_tests_of_pairs():
@@ -687,9 +744,13 @@ def test_tasks_agree_with_the_harness_own_backend(bos, tmp_path):
         p.data *= 3 if p.dim() > 1 else 1
     hf.save_pretrained(tmp_path / "hf")
     model = model_of(tmp_path / "hf")
-    folder, names = local_tasks(tmp_path / "tasks"), ["local_choice", "local_roll", "local_write"]
-    ours = hub.run_tasks(names, model, encoding, lambda ids, special=True: t.decode(
-        ids, skip_special_tokens=not special), torch.no_grad, 8, 256, folder=str(folder))
+    folder, names, ours = local_tasks(tmp_path / "tasks"), ["local_choice", "local_roll", "local_write"], {}
+
+    def store(results):
+        for what in ("results", "samples"):
+            ours.setdefault(what, {}).update(results[what])
+    hub.run_tasks(names, model, encoding, lambda ids, special=True: t.decode(ids, skip_special_tokens=not special),
+                  torch.no_grad, 8, 256, folder=str(folder), store=store)
     other = lm_eval.simple_evaluate(
         HFLM(pretrained=hf, tokenizer=fast, batch_size=8, max_length=256, device="cpu"), tasks=names,
         task_manager=TaskManager(include_path=str(folder)), bootstrap_iters=1000)
@@ -714,7 +775,12 @@ def test_tasks_on_the_command_line_are_equal_for_one_two_and_three_processes(dat
                    f"--task_dir={folder}", processes=processes)
         found.append([(tmp_path / "run" / name).read_bytes() for name in (
             "tasks.json", "tasks/local_choice.jsonl", "tasks/local_roll.jsonl")])
-    assert found[0] == found[1] == found[2] and b'"acc_norm"' in found[0][0]
+    assert found[0] == found[1] == found[2] and b'"acc_norm"' in found[0][0] and b'"step": 2' in found[0][0]
+    (tmp_path / "run/tasks.json").unlink()
+    failed = run_script(HERE / "eval.py", tmp_path / "run", "--tasks=local_write,local_choice", "--device=cpu",
+                        "--seq_len=12", f"--task_dir={folder}", code=1)  # the first writes 12 tokens
+    assert "lm-eval cannot run local_write here (it writes" in failed.stderr, failed.stderr
+    assert list(json.loads((tmp_path / "run/tasks.json").read_text())) == ["local_choice"]
     missing = run_script(HERE / "eval.py", tmp_path / "run", "--tasks=local_choise", "--device=cpu",
                          f"--task_dir={folder}", code=1)
     assert "lm-eval has no task local_choise, did you mean local_choice?" in missing.stderr.splitlines()[-1]
