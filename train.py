@@ -836,6 +836,10 @@ def with_vocabulary(cfg, t):
     return replace(cfg, vocab_size=cfg.vocab_size or meta["vocab_size"])
 
 
+class Diverged(UserError):
+    """The loss, a gradient or a weight is not finite."""
+
+
 def train(cfg, t):
     if t.estimate:
         return show_estimate(cfg, t)
@@ -905,8 +909,8 @@ def train(cfg, t):
         mine = [loss.item() / world, stop.number > 0, *(n for layer in load for n in layer.tolist())]
         loss, signalled, *load = sum_over_ranks(mine, device)  # all ranks decide alike
         if not math.isfinite(loss + norm):
-            raise UserError(f"step {step + 1}: loss {loss}, gradient norm {norm}. Stopped before the update, the saved "
-                            "checkpoints are good. Lower --lr, or set --grad_clip")
+            raise Diverged(f"step {step + 1}: loss {loss}, gradient norm {norm}. Stopped before the update, the saved "
+                           "checkpoints are good. Lower --lr, or set --grad_clip")
         for group in optimizer.param_groups:
             group["lr"] = t.lr_at(step) * group["lr_mult"] * (step >= t.route_first or group["name"] == "residual")
         optimizer.step()
@@ -945,8 +949,8 @@ def train(cfg, t):
                 signalled = owed = val_loss is None
             due = signalled or done == end or (done > start and t.save_every and done % t.save_every == 0)
             if (due or val_loss is not None) and not finite():
-                raise UserError(f"step {done}: loss {loss}, gradient norm {norm}, but the update made weights that are "
-                                "not finite. The saved checkpoints are good. Lower --lr, or set --grad_clip")
+                raise Diverged(f"step {done}: loss {loss}, gradient norm {norm}, but the update made weights that are "
+                               "not finite. The saved checkpoints are good. Lower --lr, or set --grad_clip")
             error = ""
             if rank == 0:
                 try:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from eval import js, load_model
-from train import (GPT, Tokens, UserError, autocast, choose_device, choose_dtype, commit, evaluate, guard,
+from train import (GPT, Diverged, Tokens, UserError, autocast, choose_device, choose_dtype, commit, evaluate, guard,
                    load_checkpoint, load_config, open_data, train)
 
 DECAY = 0.2  # share of a budget in which the learning rate falls to min_lr
@@ -156,10 +156,17 @@ def main(argv):
     folder, steps, keys = argv
     warnings.filterwarnings("ignore", message=".*routing runs on the reference")
     torch.set_num_threads(1)
-    row = finish(json.loads(keys), Path(folder), int(steps))
-    path = Path(folder) / steps / "row.json"
+    path, diverged = Path(folder) / steps / "row.json", None
+    try:
+        row = finish(json.loads(keys), Path(folder), int(steps))
+    except Diverged as e:  # of a trial it is a result: this rate is too high
+        tokens = int(steps) * configure(json.loads(keys))[1].tokens_per_step
+        diverged, row = e, dict(loss="inf", tokens=tokens, added=0)
+        path.parent.mkdir(exist_ok=True)
     path.with_suffix(".new").write_text(json.dumps(row), encoding="utf-8")
     path.with_suffix(".new").replace(path)
+    if diverged:
+        raise diverged
 
 
 if __name__ == "__main__":

@@ -97,7 +97,8 @@ def draw_forest(ax, study, results, names, tokens, colours, title):
 
 def draw_tuning(plt, args, study, arms, rows, results, ngrams, tokens, colours):
     """Loss against learning rate for each arm: every trial."""
-    done = {name: found for name in arms if (found := trials(study, rows, name))}
+    done = {name: trials(study, rows, name) for name in arms}
+    done = {name: found for name, found in done.items() if min(found.values(), default=math.inf) < math.inf}
     if not done:
         return None
     width, height = min(4, len(done)), math.ceil(len(done) / 4)

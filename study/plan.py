@@ -233,7 +233,8 @@ def read_rows(path):
                 if set(r) != set(COLUMNS) or None in r.values():
                     raise ValueError(f"its columns must be {', '.join(COLUMNS)}, and every row must have all")
                 cell = Cell(r["arm"], int(r["seed"]), int(r["steps"]), float(r["lr"]), float(r["route_lr_mult"]))
-                numbers = [*cell[1:], float(r["loss"]), int(r["tokens"]), int(r["added"]), float(r["test"] or 0),
+                loss = 0.0 if r["loss"] == "inf" else float(r["loss"])  # of a trial that has diverged
+                numbers = [*cell[1:], loss, int(r["tokens"]), int(r["added"]), float(r["test"] or 0),
                            float(r["moved"] or 0)]
                 if not all(map(math.isfinite, numbers)) or min(cell.steps, cell.lr, int(r["tokens"])) <= 0:
                     raise ValueError(f"{cell.trunk}: loss {r['loss']}, tokens {r['tokens']}")

@@ -121,13 +121,13 @@ def train_all(args, study, arms, rows, data):
                 if job.poll() is None:
                     continue
                 del running[slot]
-                free = None
-                if job.returncode:
+                free, path = None, folder / str(cell.steps) / "row.json"
+                row = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+                if job.returncode and not (row.get("loss") == "inf" and cell.seed == study.tuning_seed):
                     failed.add(cell.trunk)
                     why = (folder / "log.txt").read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
                     print(f"FAILED: {cell.trunk}, {cell.steps} steps ({''.join(why)[:200]}); see {folder}/log.txt")
                     continue
-                row = json.loads((folder / str(cell.steps) / "row.json").read_text(encoding="utf-8"))
                 rows[cell] = dict.fromkeys(COLUMNS, "") | {k: str(v) for k, v in row.items()} | dict(
                     data=data, settings=arms[cell.arm].settings)
                 write_rows(Path(args.out) / "rows.csv", rows)

@@ -326,20 +326,35 @@ def test_verdicts_follow_from_the_rows(small):
     assert len(lines) == 8 and max(map(len, lines)) <= 100
 
 
+class InThisProcess:
+    """A process that has trained its cell when it is started."""
+    def __init__(self, command, **_):
+        self.returncode = 0
+        try:
+            cell.main([str(x) for x in command[3:]])
+        except UserError:
+            self.returncode = 1
+
+    def poll(self):
+        return self.returncode
+
+    terminate = wait = poll
+
+
+def test_a_trial_that_diverges_is_a_result_and_a_run_that_does_is_none(small, tmp_path, monkeypatch, capsys):
+    path, write = small
+    monkeypatch.setattr(run, "subprocess", types.SimpleNamespace(Popen=InThisProcess))
+    write("trials = 3", **{"lr = 4e-3": "lr = 1e19", "steps = [5, 10]": "steps = [5]"})
+    with pytest.raises(UserError, match="4 runs failed"):
+        run.run(run.parse_args([str(path), f"--runs={tmp_path / 'runs'}", "--minutes=9"]))
+    rows = plan.read_rows(tmp_path / "runs/rows.csv")
+    assert len(rows) == 6 and all(r["loss"] == "inf" and c.seed == 101 for c, r in rows.items())
+    assert "standard-lr1e+19-x1-seed101, 5 steps, loss inf" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_a_study_from_its_configuration_to_its_sentence(small, tmp_path, monkeypatch, capsys):
     path, write = small
-
-    class InThisProcess:
-        """A process that has trained its cell when it is started."""
-        def __init__(self, command, **_):
-            self.returncode = 0
-            cell.main([str(x) for x in command[3:]])
-
-        def poll(self):
-            return self.returncode
-
-        terminate = wait = poll
     monkeypatch.setattr(run, "subprocess", types.SimpleNamespace(Popen=InThisProcess))
 
     def study(*more):
