@@ -46,7 +46,8 @@ def parse_args(argv):
     p.add_argument("run", nargs="?", help="run folder (its last.pt), checkpoint file, Hugging Face folder or Hub id")
     p.add_argument("--split", choices=("train", "val", "test"), help="default val")
     p.add_argument("--data_dir", help="folder with the token shards (default: that of the run)")
-    p.add_argument("--batch", type=int, help="sequences per forward pass (default 8)")
+    p.add_argument("--batch", type=int, help="sequences per forward pass (default 8, of windows above 1,024 "
+                   "tokens fewer)")
     p.add_argument("--seq_len", type=int, help="tokens that a prediction may look back on (default: the model's)")
     p.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
     p.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float64"))
@@ -74,7 +75,7 @@ def parse_args(argv):
     p.add_argument("--form", choices=("huggingface", "nanodepth"), help="of --export (default: the first that fits)")
     args = p.parse_args(argv)
     # which flags belong to which of the tasks, with their defaults
-    tasks = {"without --prompt": {"batch": 8, "seq_len": 0}, "without --prompt and --tasks": {"split": "val"},
+    tasks = {"without --prompt": {"batch": 0, "seq_len": 0}, "without --prompt and --tasks": {"split": "val"},
              "with --routing, --scales or --copying": {"windows": 32}, "with --routing": {"figures": ""},
              "with --export": {"form": ""},
              "with --tasks": {"limit": 0, "shots": None, "task_dir": ""},
@@ -251,6 +252,8 @@ def run(args):
     dtype, _ = choose_dtype(args.dtype, device)
     make = start_of if args.scales and args.run.endswith(".toml") else load_model
     model, saved, path = make(args.run, device, dtype)
+    window = 0 if args.tasks else args.seq_len or model.cfg.seq_len  # items of tasks are short
+    args.batch = args.batch or max(1, 8192 // max(1024, window))
     if args.prompt is not None:
         texts = sample(args, model, saved, device, dtype)
         if rank == 0:
