@@ -1238,7 +1238,7 @@ def resume(cfg, t, model, optimizer, about_data, about_val, say):
     if not os.path.lexists(path):
         say(f"nothing to resume in {t.out_dir}: starting fresh")
         return 0, math.inf, True, ""
-    saved = load_checkpoint(path, mmap=is_sharded(model))
+    saved = load_checkpoint(path, mmap=is_sharded(model) or model.gain.is_cuda)  # or each process would hold all of it
     if "optimizer" not in saved:
         raise UserError(f"{path} has no optimizer state, so the run cannot go on exactly: start another --out_dir")
     old = {name: field.default for name, field in SCHEMA.items()} | saved["config"] | asdict(saved["cfg"])
