@@ -131,7 +131,8 @@ def at_least_fp32(dtype):
 
 def rms_norm(x, eps):
     """x / sqrt(mean(x^2) + eps) over the last axis, without a gain; in at least fp32, returned in x's dtype."""
-    return F.rms_norm(x, (x.shape[-1],), eps=eps)
+    with torch.autocast(x.device.type, enabled=False):  # which on CUDA returns fp32, and keeps a copy in it
+        return F.rms_norm(x, (x.shape[-1],), eps=eps)
 
 
 def mean_of_squares(x):

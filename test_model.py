@@ -369,7 +369,10 @@ def test_thirty_steps_overfit_a_batch(name):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_autocast_keeps_streams_in_bf16_and_logits_in_fp32(mode):
+def test_autocast_keeps_streams_in_bf16_and_logits_in_fp32(mode, monkeypatch):
+    def as_on_cuda(x, *args, norm=F.rms_norm, **options):
+        return norm(x.float() if torch.is_autocast_enabled(x.device.type) else x, *args, **options)
+    monkeypatch.setattr(F, "rms_norm", as_on_cuda)
     model, seen = make(mode, dtype=torch.float32), []
     for sublayer in model.sublayers:
         sublayer.register_forward_hook(lambda m, x, y: seen.append({x[0].dtype, y.dtype}))

@@ -90,10 +90,10 @@ class TrainConfig:
     grad_clip: float = 1.0  # largest global gradient norm; 0 = no clipping
     route_lr_mult: float = 1.0  # factor on the learning rate of the residual's parameters
     route_first: int = 0  # steps at the start in which only the residual's parameters learn
-    eval_every: int = 250  # steps between evaluations on val, and one at the end; 0 = none
+    eval_every: int = 250  # steps between evaluations on val, also at start and end; 0 = none
     eval_tokens: int = 1_000_000  # val tokens per evaluation, spread evenly over the split, the same ones each time
     eval_at_tokens: str = ""  # further evaluations once so many tokens are trained on, for instance 1_000_000,2_000_000
-    save_every: int = 1000  # steps between saves of last.pt, and one at the end; 0 = only then
+    save_every: int = 1000  # steps between saves of last.pt; 0 = only at start and end
     log_every: int = 10  # steps between log lines
     estimate: bool = False  # print what the run would need in every mode, and train nothing
     gpus: int = 1  # for estimate: number of GPUs
@@ -1386,7 +1386,8 @@ class Log:
         if device.type == "cuda":
             from study import estimate
             name = torch.cuda.get_device_name(device)
-            peak = next((tflops for gpu, (tflops, _) in estimate.GPUS.items() if gpu in name), math.inf)
+            peak = next((tflops for gpu, (tflops, _) in estimate.GPUS.items() if re.search(rf"{gpu}\b", name)),
+                        math.inf)
             world = dist.get_world_size() if dist.is_initialized() else 1
             self.flops = estimate.flops_per_token(cfg) / (peak * 1e12 * world)
         self.track, self.finish = open_tracker(cfg, t, start)

@@ -43,8 +43,8 @@ def check_same(keys, folder):
         return
     cfg, t = configure(keys, out_dir=folder)
     saved, now = load_checkpoint(folder / "last.pt", mmap=True), asdict(cfg) | asdict(t)
-    other = [k for k in keys if k not in ("data_dir", "prepare", "device", "save_every", "log_every") and
-             saved["config"].get(k) != now[k]]
+    free = "data_dir prepare device save_every log_every max_steps schedule decay_steps".split()
+    other = [k for k in keys if k not in free and saved["config"].get(k) != now[k]]
     other += ["the data"] * (saved["data"] != open_data(cfg, t)[3])
     if other:
         raise UserError(f"{folder} holds a run that differs in {', '.join(other)}: give other --runs and --out, or "
@@ -65,7 +65,8 @@ def finish(keys, folder, steps):
             if steps_done(trunk) < stop:
                 train(*configure(keys, out_dir=trunk, stop_after=stop))
             if not early.exists():
-                early.write_text(json.dumps(mean_weights(trunk, keys)), encoding="utf-8")
+                early.with_suffix(".new").write_text(json.dumps(mean_weights(trunk, keys)), encoding="utf-8")
+                early.with_suffix(".new").replace(early)
         if steps_done(trunk) != leave:
             raise UserError(f"{trunk} is at step {steps_done(trunk)}, past step {leave}, where the run of {steps} "
                             f"steps leaves it: delete {folder}, and it is trained again")

@@ -96,7 +96,7 @@ def read_config(path, args):
     arms = {}
     for name, keys in tables.items():
         keys = dict(keys)
-        seeds, group, base = (keys.pop(k, d) for k, d in (("seeds", study.seeds), ("group", 1), ("base", "standard")))
+        seeds, group, base = (keys.pop(k, d) for k, d in (("seeds", full), ("group", 1), ("base", "standard")))
         keys = common | {"residual_mode": name} | keys
         try:
             cfg, t = configure(keys)

@@ -9,9 +9,9 @@
 A configuration is one of train.py's with a table [study] and a table [arm.NAME] for each arm. Every finished run is a
 row of rows.csv in --out. Whatever is cut short goes on where it was when the same command is given again.
 """
-import contextlib
 import csv
 import dataclasses
+import functools
 import json
 import os
 import shlex
@@ -45,7 +45,8 @@ def parse_args(argv):
     p.add_argument("--minutes", type=float, default=1e9, help="start no run after this time; 0: show what there is")
     p.add_argument("--runs", default="", help="where the run folders lie (default runs/study-CONFIG)")
     p.add_argument("--out", default="", help="folder of rows, table and figures (default: that of the runs)")
-    p.add_argument("--speed", action="store_true", help="measure the speed of all arms on this idle machine, no more")
+    p.add_argument("--speed", action="store_true", help="measure the speed of all arms with AdamW on this idle "
+                   "machine, no more")
     p.add_argument("--test", action="store_true", help="evaluate the runs of the main budget on test, once, at the end")
     args = p.parse_args(argv)
     if args.jobs < 0 or args.seeds < 0 or args.minutes < 0:
@@ -53,10 +54,12 @@ def parse_args(argv):
     if launched():
         raise UserError("study.run starts processes of its own: run it without torchrun")
     args.jobs = args.jobs or torch.cuda.device_count() or min(2, os.cpu_count())
-    args.runs = args.runs or f"runs/study-{Path(args.config).stem}"
+    usual = f"runs/study-{Path(args.config).stem}"
+    args.runs = args.runs or usual
     args.out = args.out or args.runs
-    args.again = shlex.join([args.config, *(f"--{key}={value}" for key in ("modes", "seeds", "data_dir", "out") if (
-        value := getattr(args, key)) and (key != "out" or value != args.runs))])
+    flags = dict(modes="", seeds=0, data_dir="", runs=usual, out=args.runs)  # and what each is while it is not given
+    args.again = shlex.join([args.config, *(f"--{key}={value}" for key, default in flags.items() if (
+        value := getattr(args, key)) and value != default)])
     return args
 
 
@@ -172,8 +175,14 @@ def measure_speed(args, arms, vocab_size):
         device = choose_device(t.device)[0]
         model = GPT(dataclasses.replace(cfg, vocab_size=vocab_size)).to(device)
         idx = torch.zeros(t.micro_batch, cfg.seq_len, dtype=torch.long, device=device)
-        kept[name] = kept_bytes(model, idx, contextlib.nullcontext)
-        steps[name] = lambda model=model, idx=idx: model(idx, idx)[1].backward()
+        precision = functools.partial(autocast, device, choose_dtype(t.dtype, device)[0])
+        kept[name] = kept_bytes(model, idx, precision)
+
+        def step(model=model, idx=idx, precision=precision):
+            with precision():
+                loss = model(idx, idx)[1]
+            loss.backward()
+        steps[name] = step
     times = Clock(device).rounds(steps, 0, 9)
     for name in steps:
         ratios = sorted(a / b for a, b in zip(times["standard"], times[name]))
@@ -247,7 +256,8 @@ def announce(args, study, arms, rows, vocab_size, val_tokens):
 def run(args):
     study, arms, claims = read_config(args.config, args)
     writes, failed = args.minutes or args.speed or args.test, ()
-    locks = [lock_folder(folder, "running a study in") for folder in {args.runs, args.out} if writes]
+    folders = {os.path.realpath(folder) for folder in (args.runs, args.out)} if writes else ()
+    locks = [lock_folder(folder, "running a study in") for folder in folders]
     rows = read_rows(Path(args.out) / "rows.csv")
     for cell, row in rows.items():
         if cell.arm in arms and row["settings"] != arms[cell.arm].settings:
@@ -274,12 +284,13 @@ def run(args):
                if n not in results or study.steps[-1] not in results[n]["loss"]}
     print(text_table(study, results, missing))
     if not study.trials:
-        print(f"Nothing was tuned: all arms have lr {configure(arms['standard'].keys)[1].lr:g}.")
+        print(f"Nothing was tuned; standard has lr {configure(arms['standard'].keys)[1].lr:g}.")
     ngrams = store_ngrams(args, study, arms, rows) if rows else {}
     lines = sentences(study, results, ngrams)
     print("".join(f"{line}\n" for line in lines), end="")
     if any("cannot tell" in r["words"] for r in results.values()):
-        print("More seeds (--seeds) or longer runs would tell the rest.")
+        print("To tell the rest, plan more seeds or longer runs and train all anew (--out): pairs that are added until "
+              "p is small prove nothing.")
     left = sum(runs for runs, _ in left_to_train(study, arms, rows).values())
     state = f"{left} runs are left: python -m study.run {args.again} trains them" if left else "No run is left."
     if rows:

@@ -174,7 +174,7 @@ def markdown(study, results, missing, claims, speed, lines=()):
         found.append((max((n for n in d if d[n]), default=main), d))
     apart = {i: d[main].p for i, (c, (_, d)) in enumerate(zip(claims, found)) if d[main] and
              results[c["arm"]]["base"] != c["base"]}
-    p = holm(apart)
+    p = holm(apart, sum(results.get(c["arm"], {"base": "standard"})["base"] != c["base"] for c in claims))
     for i, (c, (steps, d)) in enumerate(zip(claims, found)):
         d = d[steps]
         size = f", {abs(d.mean / c['nat']):.1f} ×" if d and "nat" in c else ""
