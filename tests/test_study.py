@@ -201,11 +201,12 @@ def test_a_branch_is_the_run_of_its_budget(small, tmp_path):
     """Bit for bit: the trunk's copies end where runs of 5 and of 10 steps end that were never cut."""
     path, _ = small
     _, arms, _ = plan.read_config(path, run.parse_args([str(path)]))
-    keys = arms["attnres_block"].keys | dict(seed=3)
+    keys = arms["attnres_block"].keys | dict(seed=3, max_steps=400)  # as a configuration of train.py has it
     rows = [cell.finish(keys, tmp_path / "cell", steps) for steps in (5, 10)]
     for steps, row in zip((5, 10), rows):
         straight = tmp_path / f"straight{steps}"
-        train.train(*cell.configure(keys, out_dir=straight, schedule="wsd", max_steps=steps, decay_steps=steps // 5))
+        train.train(*cell.configure(keys | dict(max_steps=steps), out_dir=straight, schedule="wsd",
+                                    decay_steps=steps // 5))
         saved, mine = (train.load_checkpoint(folder / "last.pt")["model"] for folder in (
             straight, tmp_path / "cell" / str(steps)))
         assert saved.keys() == mine.keys() and all(torch.equal(saved[k], mine[k]) for k in saved)
@@ -414,6 +415,16 @@ init = "papers"'''})
         assert study.planned == 4 + (modes == "--modes=rd")
     study, arms, _ = plan.read_config(path, run.parse_args([str(path)]))
     assert [n for n in arms if n != "static_block" and table.same_blocks(arms, n, "static_block")] == ["attnres_block"]
+
+
+def test_another_number_of_seeds_keeps_the_longest_budget_and_the_command(small):
+    path, write = small
+    write("long_steps = 20")
+    for more in ((), ("--seeds=2",), ("--seeds=5",), ("--seeds=1", "--runs=elsewhere")):
+        args = run.parse_args([str(path), *more])
+        assert [n for n, arm in plan.read_config(path, args)[1].items() if arm.long] == ["attnres_block"], more
+        assert args.again.split()[1:] == list(more)
+    assert run.parse_args([str(path), "--runs=a", "--out=b"]).again.split()[1:] == ["--runs=a", "--out=b"]
 
 
 def test_the_runs_that_are_left_are_those_that_are_trained(small):
