@@ -129,7 +129,9 @@ def open_split(args, model, saved):
         check_tokenizer(args, saved, meta["tokenizer"])
     if args.seq_len > model.cfg.seq_len:
         raise UserError(f"--seq_len={args.seq_len}: the model was made for {model.cfg.seq_len}")
-    return Tokens(folder, args.split, args.seq_len or model.cfg.seq_len, model.cfg.vocab_size), meta
+    length = args.seq_len or model.cfg.seq_len
+    args.batch = args.batch or max(1, 8192 // max(1024, length))
+    return Tokens(folder, args.split, length, model.cfg.vocab_size), meta
 
 
 def check_tokenizer(args, saved, name):
@@ -205,7 +207,7 @@ def run_tasks(args, model, saved, path, device, dtype, rank):
                   f"{', n {:,}'.format(row['n']) if row['n'] else ''}", flush=True)  # a group of tasks has none
     try:
         hub.run_tasks(args.tasks.split(","), model, encoding, encoding.decode, partial(autocast, device, dtype),
-                      args.batch, args.seq_len or model.cfg.seq_len, saved.get("stops", ()),
+                      args.batch or 8, args.seq_len or model.cfg.seq_len, saved.get("stops", ()),
                       limit=args.limit or None, shots=args.shots, folder=args.task_dir or None, store=store)
     finally:
         if args.json and table:
@@ -242,6 +244,8 @@ def export(args):
 
 def run(args):
     device, _ = choose_device(args.device)
+    if device.type == "mps" and (args.routing or args.scales):  # in float64, which Apple's GPUs do not have
+        device = torch.device("cpu")
     rank, world = start_processes(device)
     if rank and {*args.given} & {"compare", "export", "ngram", *REPORTS}:
         return None  # these are for one process
@@ -252,8 +256,6 @@ def run(args):
     dtype, _ = choose_dtype(args.dtype, device)
     make = start_of if args.scales and args.run.endswith(".toml") else load_model
     model, saved, path = make(args.run, device, dtype)
-    window = 0 if args.tasks else args.seq_len or model.cfg.seq_len  # items of tasks are short
-    args.batch = args.batch or max(1, 8192 // max(1024, window))
     if args.prompt is not None:
         texts = sample(args, model, saved, device, dtype)
         if rank == 0:

@@ -59,10 +59,11 @@ def locate(name, files=("*.json", "model*.safetensors", "tokenizer*", "merges.tx
     be."""
     if Path(name).is_dir():
         return Path(name)
-    hub, (repo, _, revision) = need("huggingface_hub"), str(name).partition("@")
+    hub = need("huggingface_hub", f"{name} is no folder here, and a model of the Hub")
+    repo, _, revision = str(name).partition("@")
     pauses = () if importlib.import_module("huggingface_hub.constants").HF_HUB_OFFLINE else (1, 2, 4)
     try:
-        return Path(patiently(f"download {repo}", repo, lambda: hub.snapshot_download(
+        return Path(patiently(f"download {repo}, which is no folder here", repo, lambda: hub.snapshot_download(
             repo, revision=revision or None, allow_patterns=list(files)), pauses))
     except Unreachable as e:
         raise UserError(f"{name} is neither a folder here nor a model that can be had from the Hub: {e}") from None

@@ -48,7 +48,6 @@ import threading
 import time
 import tokenize
 import unicodedata
-import urllib.request
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable
@@ -168,9 +167,20 @@ def need(package, what="a Hugging Face model", file="requirements-hub.txt"):
 
 def print_anything():
     """Names of files and texts may hold what the terminal does not know. (A notebook's stream knows everything.)"""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who started this
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
+        if hasattr(getattr(sys, name), "reconfigure"):
+            getattr(sys, name).reconfigure(errors="backslashreplace")
+
+
+def cores():
+    """How many this process may use: by its affinity, and by the quota of its container."""
+    n = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    with suppress(OSError, ValueError):  # no such file, or no limit
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        n = min(n, max(1, int(quota) // int(period)))
+    return n
 
 
 def one_line(text):
@@ -235,7 +245,7 @@ def read_meta(data_dir):
         if not isinstance(e, FileNotFoundError | NotADirectoryError):
             raise UserError(f"cannot read {folder}/meta.json ({e.strerror})") from None
         if not folder.is_dir() or not any(folder.glob("*.bin")):
-            raise UserError(f"no data in {folder}: prepare it with: python prepare_fineweb.py --source=... "
+            raise UserError(f"no data in {folder.absolute()}: prepare it with: python prepare_fineweb.py --source=... "
                             f"--out={shlex.quote(str(folder))}") from None
         return None
     try:
@@ -279,7 +289,7 @@ def lock_folder(folder, what, wait=False):
             said = True
             time.sleep(0.2)
         except OSError as e:
-            if e.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
+            if e.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL):
                 raise
             print(f"warning: the file system of {folder} has no locks ({e.strerror}): see to it that no other process "
                   f"is {what} this folder", file=sys.stderr, flush=True)
@@ -1070,8 +1080,9 @@ def read_ranks(url):
     if folder and plain.exists():
         return plain.read_bytes()
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT) as answer:
-            return answer.read()
+        answer = importlib.import_module("requests").get(url, timeout=TIMEOUT)  # tiktoken brings it along
+        answer.raise_for_status()
+        return answer.content
     except OSError as e:
         raise UserError(f"cannot download the tokenizer's file {url} ({e}). On a machine with network, save it as "
                         f"{plain.name}, put it into a folder here and set TIKTOKEN_CACHE_DIR to that folder") from None
@@ -1141,12 +1152,17 @@ def in_order(jobs, function, workers, tokenizer):
         yield from ((function(*args), tag) for args, tag in jobs)
         return
     others = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(workers, initializer=start_worker, initargs=(tokenizer,))
+    try:
+        pool = ProcessPoolExecutor(workers, initializer=start_worker, initargs=(tokenizer,))
+    except OSError as e:  # of semaphores, in /dev/shm
+        raise UserError(f"cannot start processes ({e.strerror or e}): use --workers=1") from None
 
     def submit(args):
         old = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C must not hit a worker that starts
         try:
             return pool.submit(function, *args)
+        except OSError as e:
+            raise UserError(f"cannot start a process ({e.strerror or e}): use fewer --workers") from None
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, old)
     waiting = deque()  # bounded: what is read ahead stays in memory
@@ -1159,7 +1175,8 @@ def in_order(jobs, function, workers, tokenizer):
         for future, tag in waiting:
             yield result_of(future), tag
     except BrokenProcessPool:
-        raise UserError("a worker process died (killed, or out of memory?); the same command goes on") from None
+        raise UserError("a worker process died (killed, or out of memory?); the same command goes on, perhaps with "
+                        "fewer --workers") from None
     except BaseException:  # a mistake, Ctrl-C, or nobody wants the rest: what the workers are at is not needed
         for worker in set(multiprocessing.active_children()) - others:
             worker.kill()
@@ -1224,8 +1241,7 @@ def parse_args(argv):
             p.error(f"--{name} is empty: give a path, or . for the current folder")
     if args.files and args.config:
         p.error("--files names the files itself: leave out --config")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    args.workers = args.workers or cores
+    args.workers = args.workers or cores()
     if os.path.exists(args.source):
         args.source = os.path.normpath(args.source)
     args.tokenizer = args.tokenizer or ("gpt2" if args.source.startswith(("fineweb-edu", "hf:")) else "bytes")
@@ -1267,8 +1283,8 @@ def fill(args):
 
     grown = old and old["position"][0] == old["files"] < len(source.files)
     if old and (grown or old["input"] != digest(old["position"])):
-        raise UserError(f"{out} was prepared from other files than --source={args.source} holds now: delete it or use "
-                        "another --out")
+        raise UserError(f"{out} was prepared from other files than --source={args.source} holds now (names, sizes or "
+                        "times of change differ): delete it or use another --out")
     if old and "end_of_text" in old:
         return complete(out)
     encoder = get_encoding(args.tokenizer, args.pattern)

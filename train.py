@@ -53,8 +53,8 @@ import torch.distributed as dist
 import hub
 import prepare_fineweb
 from model import GPT, RESIDUAL_MODES, GPTConfig, at_least_fp32, require, require_choice, require_choices
-from prepare_fineweb import (UserError, check_shards, file_crc, first_line, lock_folder, print_anything, read_header,
-                             read_meta)
+from prepare_fineweb import (UserError, check_shards, cores, file_crc, first_line, lock_folder, print_anything,
+                             read_header, read_meta)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Configuration
@@ -131,7 +131,8 @@ class TrainConfig:
                 f"{self.max_steps}")
         require(not (self.resume and self.overwrite), "resume=true goes on with a run and overwrite=true deletes it: "
                 "give one of them")
-        require(self.tracker == "none" or find_spec(self.tracker), f"tracker={self.tracker} needs a package that is "
+        spec = None if self.tracker == "none" else find_spec(self.tracker)  # a folder of wandb's files is no package
+        require(self.tracker == "none" or spec and spec.origin, f"tracker={self.tracker} needs a package that is "
                 f"not installed: pip install {self.tracker}")
         try:
             how = shlex.split(self.prepare)
@@ -503,7 +504,8 @@ def choose_device(requested):
     kind, reason = requested, "as asked"
     if requested == "auto":
         kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-        reason = "no GPU found" if kind == "cpu" else "found"
+        built = torch.version.cuda or torch.version.hip
+        reason = "found" if kind != "cpu" else "no GPU found" if built else "this PyTorch is built without GPUs"
     if kind == "cuda":
         if not torch.cuda.is_available():
             raise UserError("device=cuda, but PyTorch sees no CUDA device; use --device=auto")
@@ -841,9 +843,18 @@ class Diverged(UserError):
 
 
 def train(cfg, t):
-    if t.estimate:
-        return show_estimate(cfg, t)
+    """Train a run, or say what it would need; the run folder is this process' own until then."""
+    global folder_lock
+    try:
+        show_estimate(cfg, t) if t.estimate else run(cfg, t)
+    finally:
+        folder_lock = None
+
+
+def run(cfg, t):
     device, why_device = choose_device(t.device)
+    if device.type == "cpu":
+        torch.set_num_threads(min(torch.get_num_threads(), cores()))
     dtype, why_dtype = choose_dtype(t.dtype, device)
     rank, world = start_processes(device)
     say = tell if rank == 0 else lambda _: None
@@ -865,7 +876,7 @@ def train(cfg, t):
     about_val = f"{min(t.eval_tokens, val.total)} tokens of {val.crc:08x}" if val else ""
     start, best, owed, crc = 0, math.inf, True, ""
     if t.resume:
-        start, best, owed, crc = resume(cfg, t, model, optimizer, about_data, about_val, say)
+        start, best, owed, crc = resume(cfg, t, model, optimizer, about_data, say, about_val)
     owed = val and owed and (start or t.eval_every)  # an evaluation behind step `start`; that of step 0 is the start
     check_agreement(start_facts(cfg, t, dtype, start, about_data, val, model) | {
         "the checksum of last.pt": crc, "the best val loss": best})  # all shards are saved when it falls
@@ -934,9 +945,9 @@ def train(cfg, t):
         if rank == 0:
             save_checkpoint(t.out_dir, name, content)
 
-    if start == 0:
-        keep("last.pt", 0)  # from here on there is always something to go on from, and the disk is known to take it
-    with Log(cfg, t, start, end, device) if rank == 0 else nullcontext() as log:
+    with stop, Log(cfg, t, start, end, device) if rank == 0 else nullcontext() as log:
+        if start == 0:
+            keep("last.pt", 0)  # from here on there is always something to go on from, and the disk is known to take it
         for done in range(start, end + 1):
             began, row, val_loss, signalled = time.perf_counter(), None, None, False
             if done > start:
@@ -973,7 +984,6 @@ def train(cfg, t):
             if signalled and (done < end or owed):
                 say(f"stopped by a signal after step {done}, all is saved; go on with: {again(t, world)}")
                 sys.exit(128 + (stop.number or signal.SIGTERM))
-    stop.release()
     if end < t.max_steps:
         say(f"stopped after step {end} of {t.max_steps} as asked, all is saved; go on with: {again(t, world)}")
         return sys.exit(128 + stop.number) if stop.number else None  # the signal came in the last step
@@ -1222,7 +1232,7 @@ def describe_run(cfg, t):
         for path in files if here != source.resolve() else ():
             copy = source / path.relative_to(here)
             copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(path, copy)
+            shutil.copyfile(path, copy)  # without the mode: a checkout may be read-only
         with open(out / "environment.txt", "a", encoding="utf-8") as f:
             f.write(f"command: {shlex.join(sys.argv)}\ncommit: {commit()}\n"
                     f"python: {sys.version}\ntorch: {torch.__version__}\n"
@@ -1231,7 +1241,7 @@ def describe_run(cfg, t):
         raise UserError(f"cannot write to the run folder {out} ({e.strerror or e})") from None
 
 
-def resume(cfg, t, model, optimizer, about_data, about_val, say):
+def resume(cfg, t, model, optimizer, about_data, say, about_val=""):
     """Load last.pt into model and optimizer; returns (steps done, best val loss, whether step's evaluation is still to
     be made, checksum of the file): (0, inf, True, "") if there is none yet."""
     path = Path(t.out_dir) / "last.pt"
@@ -1309,7 +1319,9 @@ def introduce(cfg, t, model, data, world, accumulate, say):
     say(f"step: {t.tokens_per_step:,} tokens = {t.micro_batch} sequences x {cfg.seq_len} tokens x {world} "
         f"process{'es' * (world > 1)} x {accumulate} micro-step{'s' * (accumulate > 1)}")
     behind, decay = t.max_steps - t.warmup_steps, t.decay_steps or math.ceil(t.max_steps / 5)
-    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    load, n_cores = 0.0, cores()
+    with suppress(OSError):  # not to be had everywhere
+        load = os.getloadavg()[0]
     if behind <= 0:
         say(f"warning: the warm-up of {t.warmup_steps} steps takes the whole run of {t.max_steps}: lower it")
     elif t.schedule == "wsd" and decay > behind:
@@ -1319,8 +1331,8 @@ def introduce(cfg, t, model, data, world, accumulate, say):
             "those ids are in the softmax too, which raises the loss a little")
     if behind_end := [m for m in t.milestones() if m > budget]:
         say(f"note: eval_at_tokens={behind_end[0]} is behind the end of the run, at {budget} tokens")
-    if load > cores:
-        say(f"note: the machine is busy (load {load:.1f} on {cores} cores): times say little, and on a CPU training "
+    if load > n_cores and torch.get_num_threads() > 1:
+        say(f"note: the machine is busy (load {load:.1f} on {n_cores} cores): times say little, and on a CPU training "
             "may be several times faster with the environment variable OMP_NUM_THREADS=1")
 
 
@@ -1355,7 +1367,10 @@ class StopSignal:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self.before[number] = signal.signal(number, self.handle)
 
-    def release(self):
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
@@ -1551,7 +1566,8 @@ def guard(name, function, *args):
         if "can't allocate memory" in str(e) or "Storage size calculation overflowed" in str(e):
             error = f"out of memory ({first_line(e)}): lower the batch or the size of the model"
         elif dist.is_initialized() and ("gloo" in str(e) or isinstance(e, dist.DistBackendError)):
-            error = f"another process of this run has stopped, so this one stops too ({first_line(e)[:80]})"
+            error = ("another process of this run has stopped, or they cannot reach each other, so this one stops too "
+                     f"(...{' '.join(str(e).split())[-300:]})")
         else:
             raise
     rank = int(os.environ["RANK"]) if launched() and os.environ["RANK"].isdecimal() else 0

@@ -137,7 +137,7 @@ def token_losses(model, data, batch, device, dtype):
         with autocast(device, dtype):
             logits = model(x)[0]
         nll = torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none")
-        out.append(nll[:len(stretch) - 1].double().cpu().numpy())
+        out.append(nll[:len(stretch) - 1].cpu().double().numpy())
     return np.concatenate(out)
 
 

@@ -27,7 +27,7 @@ import torch
 
 from eval import ngram_losses
 from model import GPT
-from prepare_fineweb import Parser, UserError, lock_folder
+from prepare_fineweb import Parser, UserError, cores, lock_folder
 from study.bench import Clock, kept_bytes
 from study.cell import configure, machine, split_losses
 from study.plan import COLUMNS, left_to_train, read_config, read_rows, wanted, write_rows
@@ -53,7 +53,7 @@ def parse_args(argv):
         p.error("--jobs, --seeds and --minutes must not be negative")
     if launched():
         raise UserError("study.run starts processes of its own: run it without torchrun")
-    args.jobs = args.jobs or torch.cuda.device_count() or min(2, os.cpu_count())
+    args.jobs = args.jobs or torch.cuda.device_count() or min(2, cores())
     usual = f"runs/study-{Path(args.config).stem}"
     args.runs = args.runs or usual
     args.out = args.out or args.runs

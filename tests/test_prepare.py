@@ -760,6 +760,22 @@ def test_a_file_system_without_locks_works_with_one_warning(number, data, tmp_pa
         prepare(data.parent / "text", tmp_path, "--holdout=10")
 
 
+def test_cores_are_those_of_the_container(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)), raising=False)
+    for text, n in (("max 100000\n", 64), ("250000 100000\n", 2), ("50000 100000\n", 1), ("", 64)):
+        monkeypatch.setattr(prepare_fineweb.Path, "read_text", lambda path, text=text: text)
+        assert prepare_fineweb.cores() == n
+
+
+def test_processes_that_cannot_start_are_said(data, tmp_path, monkeypatch):
+    def refuse(*args, **options):
+        raise OSError(28, "No space left on device")
+    source = write_corpus(tmp_path, ".jsonl", corpus())
+    monkeypatch.setattr(prepare_fineweb, "ProcessPoolExecutor", refuse)
+    with pytest.raises(UserError, match="cannot start processes .No space left on device.: use --workers=1"):
+        prepare(source, tmp_path / "out", "--holdout=10", "--workers=2")
+
+
 def test_progress_is_of_what_is_wanted(tmp_path, monkeypatch):
     done = []
     monkeypatch.setattr(prepare_fineweb, "CHUNK_CHARS", 10_000)

@@ -6,6 +6,7 @@ import signal
 import sys
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -376,6 +377,34 @@ def test_a_resumed_run_keeps_the_code_that_it_was_started_with(shards, tmp_path,
     assert source.read_bytes() == (HERE / "model.py").read_bytes()
     run(shards, tmp_path / "a", max_steps=6, resume="true")
     assert "the code has changed" not in capsys.readouterr().out and not (tmp_path / "a/source.2").exists()
+    assert os.access(source, os.W_OK) and source.stat().st_mode & 0o200
+
+
+def test_signals_and_the_folder_are_free_again_whatever_ended_a_run(shards, tmp_path, monkeypatch):
+    before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    with monkeypatch.context() as patch:
+        send_at(patch, 2, signal.SIGINT)
+        with pytest.raises(SystemExit):
+            train.train(*train.load_config(flags(shards, tmp_path / "a")))
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before and train.folder_lock is None
+    run_script(HERE / "train.py", *flags(shards, tmp_path / "a", resume="true"))  # another process
+
+
+def test_a_script_whose_output_is_closed_goes_on(shards, tmp_path):
+    code = "import sys, train; sys.stdout = sys.stderr = None; train.main(sys.argv[1:])"
+    run_script("-c", code, *flags(shards, tmp_path / "a"), fresh=True, PYTHONPATH=str(HERE))
+    assert train.load_checkpoint(tmp_path / "a/last.pt")["step"] == 6
+
+
+def test_what_the_library_of_processes_says_is_shown(monkeypatch, capsys):
+    monkeypatch.setattr(train.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(os, "_exit", lambda code: (_ for _ in ()).throw(SystemExit(code)))
+
+    def fail():
+        raise train.dist.DistBackendError("NCCL error in: NCCLUtils.cpp:94\nLast error:\nno space in /dev/shm/nccl-x")
+    with pytest.raises(SystemExit):
+        train.guard("train.py", fail)
+    assert "no space in /dev/shm/nccl-x" in capsys.readouterr().err
 
 
 def test_no_start_loses_what_a_folder_holds(shards, tmp_path, monkeypatch):
@@ -509,7 +538,7 @@ class FakeWandb:
 def test_wandb_goes_on_with_its_run_and_knows_every_setting(shards, tmp_path, monkeypatch):
     fake = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setattr(train, "find_spec", lambda name: True)
+    monkeypatch.setattr(train, "find_spec", lambda name: SimpleNamespace(origin=name))
     with monkeypatch.context() as patch:
         send_at(patch, 3, signal.SIGTERM)
         with pytest.raises(SystemExit):
@@ -530,9 +559,13 @@ def test_a_tracker_that_cannot_start_is_one_line(shards, tmp_path, monkeypatch):
     fake = FakeWandb()
     fake.init = lambda **settings: 1 / 0
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setattr(train, "find_spec", lambda name: True)
+    monkeypatch.setattr(train, "find_spec", lambda name: SimpleNamespace(origin=name))
     with pytest.raises(UserError, match="tracker=wandb: division by zero .log in with: wandb login"):
         run(shards, tmp_path / "a", tracker="wandb")
+    run(shards, tmp_path / "a")  # nothing has been trained: the corrected command starts
+    with pytest.raises(UserError, match="tracker=wandb needs a package that is not installed"):
+        monkeypatch.setattr(train, "find_spec", lambda name: SimpleNamespace(origin=None))  # a folder of that name
+        run(shards, tmp_path / "b", tracker="wandb")
 
 
 @pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), ValueError("no field")])
@@ -546,7 +579,7 @@ def test_a_tracker_that_fails_later_does_not_end_the_run(error, shards, tmp_path
         raise error
     fake.log = log
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setattr(train, "find_spec", lambda name: True)
+    monkeypatch.setattr(train, "find_spec", lambda name: SimpleNamespace(origin=name))
     run(shards, tmp_path / "a", tracker="wandb")
     assert capsys.readouterr().out.count("warning: tracker=wandb has failed and gets no more rows") == 1
     assert train.load_checkpoint(tmp_path / "a/last.pt")["step"] == 6
@@ -567,7 +600,7 @@ def test_tensorboard_curves_do_not_go_back_after_a_crash(shards, tmp_path, monke
         def __getattr__(self, name):
             return lambda *args: None
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Writer))
-    monkeypatch.setattr(train, "find_spec", lambda name: True)
+    monkeypatch.setattr(train, "find_spec", lambda name: SimpleNamespace(origin=name))
     run(shards, tmp_path / "a", tracker="tensorboard", stop_after=4)
     run(shards, tmp_path / "a", tracker="tensorboard", resume="true")
     assert made == [None, 5]
@@ -705,6 +738,7 @@ def test_a_run_folder_stands_for_its_configuration(shards, tmp_path):
 
 def test_the_start_says_what_is_in_force_and_what_may_surprise(shards, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(os, "getloadavg", lambda: (10**6, 0, 0))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)  # or the advice is followed already
     run(shards, tmp_path / "a", warmup_steps=6, n_ffn=64)
     said = capsys.readouterr().out
     line, = (line for line in said.splitlines() if line.startswith("settings: "))
