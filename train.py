@@ -1566,7 +1566,7 @@ def guard(name, function, *args):
         if "can't allocate memory" in str(e) or "Storage size calculation overflowed" in str(e):
             error = f"out of memory ({first_line(e)}): lower the batch or the size of the model"
         elif dist.is_initialized() and ("gloo" in str(e) or isinstance(e, dist.DistBackendError)):
-            error = ("another process of this run has stopped, or they cannot reach each other, so this one stops too "
+            error = ("another process of this run has stopped, so this one stops too, or they cannot reach each other "
                      f"(...{' '.join(str(e).split())[-300:]})")
         else:
             raise
