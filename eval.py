@@ -20,8 +20,8 @@ Bits per byte are those of all these tokens, ends of documents too, over the byt
 import json
 import math
 import sys
-from dataclasses import asdict
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
 from itertools import takewhile

@@ -221,7 +221,7 @@ def stop_ids(folder):
         with suppress(OSError, ValueError, AttributeError):  # missing, or not as it should be
             ids = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
             found += ids if isinstance(ids, list) else [ids]
-    with suppress(OSError, ValueError, KeyError, TypeError):
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # these too, and then nothing is added
         named = eos_token(folder / "tokenizer_config.json")
         added = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
         found += [t["id"] for t in added if t["content"] == named]
@@ -523,8 +523,8 @@ def run_tasks(tasks, *model, limit=None, shots=None, folder=None, store=lambda r
     try:
         for name in tasks:
             try:
-                store(lm_eval.simple_evaluate(model=harness, tasks=[name], num_fewshot=shots, limit=limit,
-                                              task_manager=manager, bootstrap_iters=1000))
+                found = lm_eval.simple_evaluate(model=harness, tasks=[name], num_fewshot=shots, limit=limit,
+                                                task_manager=manager, bootstrap_iters=1000)
             except OSError as e:  # those of the libraries that fetch the data are among these
                 failed.append(f"the data of {name} cannot be had ({first_line(e)[:200]})")
             except (UserError, ValueError, ImportError) as e:
@@ -533,13 +533,16 @@ def run_tasks(tasks, *model, limit=None, shots=None, folder=None, store=lambda r
                 if isinstance(e, torch.OutOfMemoryError) or dist.is_initialized():  # of another process
                     raise
                 failed.append(f"lm-eval cannot run {name} here ({first_line(e)[:200]})")
+            else:
+                store(found)
     finally:
         os.environ.pop("LOCAL_RANK") if rank is None else os.environ.update(LOCAL_RANK=rank)
     if harness.shortened and rank in (None, "0"):
         print(f"note: {harness.shortened:,} texts are longer than the context of {harness.max_length:,} tokens and "
               "have lost their beginning", file=sys.stderr)
     if failed:
-        raise UserError(f"{'; '.join(failed)}; the other tasks are done: leave out what cannot be run")
+        rest = "; the other tasks are done: leave out what cannot be run" * (len(failed) < len(tasks))
+        raise UserError("; ".join(failed) + rest)
 
 
 def score_of_item(metric, value):

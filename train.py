@@ -1415,7 +1415,7 @@ class Log:
             self.file.close()
         try:
             self.finish(kind is not None and not (kind is SystemExit and error.code))
-        except Exception as e:
+        except Exception as e:  # whatever a tracker raises: the run is saved, and its own error is the one to show
             tell(f"warning: tracker={self.t.tracker} has not ended well ({first_line(e)})")
 
     def read(self):
